@@ -1,0 +1,46 @@
+"""Backward attention through autograd: milliseconds, TFLOP/s and ratios, on 16k tokens of hidden size 2048.
+
+    python benchmarks/bench_backward.py --head-dims 64 128 --seqlens 4096 --contenders ours fa2 cudnn --json out.json
+
+One call is `torch.autograd.grad` of q, k and v with the graph retained: it counts 2.5 forwards of operations.
+Gradients are checked against float32 before they are timed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from bench_forward import parse_arguments, sweep
+from harness import CloseTo, Deferred, require_gpu
+from problems import Problem, reference_backward
+
+TOLERANCE = 2e-2
+
+
+def backward_case(problem: Problem, functions: dict[str, Callable]) -> dict:
+    inputs = problem.tensors(3, requires_grad=True)
+    (grad,) = problem.tensors(1, seed=1)
+
+    def deferred(attend):
+        def setup():
+            output = attend(*inputs, problem.causal)
+            return lambda: torch.autograd.grad(output, inputs, grad, retain_graph=True)
+
+        return Deferred(setup)
+
+    return {
+        "contenders": {name: deferred(attend) for name, attend in functions.items()},
+        "flops": problem.backward_flops,
+        "check": CloseTo(reference_backward(*inputs, grad, problem.causal), TOLERANCE),
+    }
+
+
+def main(argv=None) -> int:
+    chosen = parse_arguments(__doc__.splitlines()[0], argv)
+    require_gpu("bench_backward.py")
+    return sweep("Attention backward", chosen, backward_case, backward=True)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
