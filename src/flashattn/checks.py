@@ -1,0 +1,82 @@
+"""Arguments -> facts, or one clear error; the only place that raises for users' mistakes."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from .variants import MAX_HEAD_DIM
+
+DTYPE_NAMES = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32"}
+_ACCEPTED = "float16, bfloat16 or float32 (float64 on the CPU)"
+_LAYOUT = "(batch, seqlen, heads, head_dim)"
+
+
+def dense(q, k, v, softmax_scale=None) -> None:
+    """Raise unless q, k, v are what dense attention takes; reads no data and no pointer, so traced tensors may be given."""
+    for name, tensor in (("q", q), ("k", k), ("v", v)):
+        if tensor.dim() != 4:
+            raise ValueError(f"attention: {name} has {tensor.dim()} dimensions, expected 4, {_LAYOUT}")
+        if tensor.dtype != q.dtype:
+            raise TypeError(f"attention: {name} is {tensor.dtype} but q is {q.dtype}; all three must have one dtype")
+        if tensor.device != q.device:
+            raise ValueError(
+                f"attention: {name} is on {tensor.device} but q is on {q.device}; all must be on one device"
+            )
+    if q.dtype not in DTYPE_NAMES and not (q.dtype == torch.float64 and q.device.type in ("cpu", "meta")):
+        raise TypeError(f"attention: q is {q.dtype}, expected {_ACCEPTED}")
+    batch, _, heads_q, head_dim = q.shape
+    if k.shape[0] != batch or v.shape[0] != batch:
+        raise ValueError(f"attention: batch is {batch} in q, {k.shape[0]} in k and {v.shape[0]} in v; it must be one")
+    if k.shape[1] != v.shape[1]:
+        raise ValueError(f"attention: k has seqlen {k.shape[1]} but v has {v.shape[1]}; they must be equal")
+    if k.shape[2] != v.shape[2]:
+        raise ValueError(f"attention: k has {k.shape[2]} heads but v has {v.shape[2]}; they must be equal")
+    if k.shape[2] == 0 or heads_q == 0 or heads_q % k.shape[2] != 0:
+        raise ValueError(f"attention: q has {heads_q} heads and k has {k.shape[2]}; q's must be a multiple of k's")
+    if k.shape[3] != head_dim:
+        raise ValueError(f"attention: head_dim is {head_dim} in q but {k.shape[3]} in k; they must be equal")
+    for name, size in (("q", head_dim), ("v", v.shape[3])):
+        if not 1 <= size <= MAX_HEAD_DIM:
+            raise ValueError(f"attention: head_dim of {name} is {size}, expected 1 to {MAX_HEAD_DIM}")
+    if softmax_scale is not None and not math.isfinite(softmax_scale):
+        raise ValueError(f"attention: softmax_scale is {softmax_scale}, expected a finite number or None")
+
+
+def gradient_inputs(dout, q, v, out, lse) -> None:
+    """Raise unless the tensors that a forward handed to its backward have the shapes it made them with."""
+    expected = (*q.shape[:3], v.shape[3])
+    for name, tensor in (("dout", dout), ("out", out)):
+        if tuple(tensor.shape) != tuple(expected):
+            raise ValueError(f"attn_bwd: {name} has shape {tuple(tensor.shape)}, expected {tuple(expected)}")
+        if tensor.device != q.device:
+            raise ValueError(f"attn_bwd: {name} is on {tensor.device} but q is on {q.device}")
+        if tensor.dtype != q.dtype:
+            raise TypeError(f"attn_bwd: {name} is {tensor.dtype} but q is {q.dtype}")
+    rows = (q.shape[0], q.shape[2], q.shape[1])
+    if tuple(lse.shape) != rows or lse.device != q.device:
+        raise ValueError(f"attn_bwd: lse has shape {tuple(lse.shape)} on {lse.device}, expected {rows} on {q.device}")
+
+
+def not_built(function: str, **features) -> None:
+    """Raise for the first feature that was asked for and does not exist yet. Each is (given, is it off)."""
+    for name, (value, off) in features.items():
+        if not off:
+            raise NotImplementedError(
+                f"{function}: {name}={_shown(value)} asks for a feature that is not built yet; supported are "
+                "softmax_scale, causal, return_lse and return_attn_probs, for dense q, k, v"
+            )
+
+
+def _shown(value) -> str:
+    return f"<tensor of shape {tuple(value.shape)}>" if isinstance(value, torch.Tensor) else repr(value)
+
+
+def packed(function: str, name: str, tensor, parts: int):
+    """The `parts` tensors of a packed one (batch, seqlen, parts, heads, head_dim), as views."""
+    if tensor.dim() != 5 or tensor.shape[2] != parts:
+        raise ValueError(
+            f"{function}: {name} has shape {tuple(tensor.shape)}, expected (batch, seqlen, {parts}, heads, head_dim)"
+        )
+    return tensor.unbind(2)

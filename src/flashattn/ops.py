@@ -1,0 +1,118 @@
+"""The torch ops: torch.ops.flashattn.attention (differentiable), attn_fwd and attn_bwd (raw)."""
+
+from __future__ import annotations
+
+import torch
+
+from . import checks, launch, reference
+
+_library = torch.library.Library("flashattn", "DEF")
+_library.define(
+    "attn_fwd(Tensor q, Tensor k, Tensor v, float? softmax_scale=None, bool causal=False, bool want_lse=True)"
+    " -> (Tensor out, Tensor lse)"
+)
+_library.define(
+    "attn_bwd(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor? dlse=None,"
+    " float? softmax_scale=None, bool causal=False, bool want_dq=True, bool want_dkdv=True)"
+    " -> (Tensor dq, Tensor dk, Tensor dv)"
+)
+_library.define(
+    "attention(Tensor q, Tensor k, Tensor v, float? softmax_scale=None, bool causal=False) -> (Tensor out, Tensor lse)"
+)
+
+
+def _lse_dtype(q):
+    return torch.float64 if q.dtype == torch.float64 else torch.float32
+
+
+def _forward(q, k, v, softmax_scale=None, causal=False, want_lse=True):
+    checks.dense(q, k, v, softmax_scale)
+    return launch.forward(q, k, v, softmax_scale, causal, want_lse)
+
+
+def _forward_cpu(q, k, v, softmax_scale=None, causal=False, want_lse=True):
+    if launch.interpreting() and q.dtype != torch.float64:
+        return _forward(q, k, v, softmax_scale, causal, want_lse)
+    checks.dense(q, k, v, softmax_scale)
+    out, lse = reference.attention(q, k, v, softmax_scale, causal)
+    return out, lse.contiguous() if want_lse else lse.new_empty(0)
+
+
+def _forward_meta(q, k, v, softmax_scale=None, causal=False, want_lse=True):
+    checks.dense(q, k, v, softmax_scale)
+    out = q.new_empty((*q.shape[:3], v.shape[3]))
+    shape = (q.shape[0], q.shape[2], q.shape[1]) if want_lse else (0,)
+    return out, q.new_empty(shape, dtype=_lse_dtype(q))
+
+
+def _backward(
+    dout, q, k, v, out, lse, dlse=None, softmax_scale=None, causal=False, want_dq=True, want_dkdv=True
+):  # fmt: skip
+    checks.dense(q, k, v, softmax_scale)
+    checks.gradient_inputs(dout, q, v, out, lse)
+    return launch.backward(dout, q, k, v, out, lse, dlse, softmax_scale, causal, want_dq, want_dkdv)
+
+
+def _backward_cpu(
+    dout, q, k, v, out, lse, dlse=None, softmax_scale=None, causal=False, want_dq=True, want_dkdv=True
+):  # fmt: skip
+    if launch.interpreting() and q.dtype != torch.float64:
+        return _backward(dout, q, k, v, out, lse, dlse, softmax_scale, causal, want_dq, want_dkdv)
+    checks.dense(q, k, v, softmax_scale)
+    checks.gradient_inputs(dout, q, v, out, lse)
+    dq, dk, dv = reference.attention_backward(dout, q, k, v, out, lse, dlse, softmax_scale, causal)
+    return dq if want_dq else q.new_empty(0), *((dk, dv) if want_dkdv else (q.new_empty(0), q.new_empty(0)))
+
+
+def _backward_meta(
+    dout, q, k, v, out, lse, dlse=None, softmax_scale=None, causal=False, want_dq=True, want_dkdv=True
+):  # fmt: skip
+    checks.gradient_inputs(dout, q, v, out, lse)
+    dq = q.new_empty(q.shape if want_dq else (0,))
+    return dq, *(q.new_empty(x.shape if want_dkdv else (0,)) for x in (k, v))
+
+
+class _Attention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, q, k, v, softmax_scale, causal):
+        with torch._C._AutoDispatchBelowAutograd():
+            out, lse = torch.ops.flashattn.attn_fwd(q, k, v, softmax_scale, causal, True)
+        ctx.save_for_backward(q, k, v, out, lse)
+        ctx.softmax_scale, ctx.causal = softmax_scale, causal
+        ctx.set_materialize_grads(False)
+        return out, lse
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, dout, dlse):
+        q, k, v, out, lse = ctx.saved_tensors
+        want_q, want_k, want_v = ctx.needs_input_grad[:3]
+        if dout is None and dlse is None:
+            return None, None, None, None, None
+        dout = torch.zeros_like(out) if dout is None else dout.to(out.dtype)
+        dq, dk, dv = torch.ops.flashattn.attn_bwd(
+            dout, q, k, v, out, lse, dlse, ctx.softmax_scale, ctx.causal, want_q, want_k or want_v
+        )
+        return dq if want_q else None, dk if want_k else None, dv if want_v else None, None, None
+
+
+def _attention_autograd(q, k, v, softmax_scale=None, causal=False):
+    return _Attention.apply(q, k, v, softmax_scale, causal)
+
+
+def _attention(q, k, v, softmax_scale=None, causal=False):
+    return torch.ops.flashattn.attn_fwd(q, k, v, softmax_scale, causal, True)
+
+
+_library.impl("attention", _attention_autograd, "Autograd")
+for _key in ("CUDA", "CPU", "Meta"):
+    _library.impl("attention", _attention, _key)
+_library.impl("attn_fwd", _forward, "CUDA")
+_library.impl("attn_fwd", _forward_cpu, "CPU")
+_library.impl("attn_fwd", _forward_meta, "Meta")
+_library.impl("attn_bwd", _backward, "CUDA")
+_library.impl("attn_bwd", _backward_cpu, "CPU")
+_library.impl("attn_bwd", _backward_meta, "Meta")
+
+attention = torch.ops.flashattn.attention.default
+attn_fwd = torch.ops.flashattn.attn_fwd.default

@@ -1,0 +1,110 @@
+"""(variant, tile, target) -> KernelSpec: the only module that knows both the kernels and the compiler's side."""
+
+from __future__ import annotations
+
+from . import settings
+from .jit.spec import KernelSpec
+from .tiles import Tile, tile_for
+from .variants import BwdVariant, FwdVariant, _Variant
+
+_STRIDES = ("i64", "i64", "i64")
+_ITEMSIZE = {"fp16": 2, "bf16": 2, "fp32": 4}
+_FORWARD = "flashattn.kernels.flash_fwd"
+_BACKWARD = "flashattn.kernels.flash_bwd"
+
+# kernel: (module, pointers to data, pointers to fp32, tensors with strides, scalars, whether products are fused with sums)
+_KERNELS = {
+    # The scores' maximum and the exponents must round alike, or huge scores overflow: no fused multiply-add.
+    "attn_fwd": (
+        _FORWARD,
+        ("q", "k", "v", "out"),
+        ("lse",),
+        ("q", "k", "v", "out"),
+        ("heads_q", "heads_k", "seqlen_q", "seqlen_k", "softmax_scale", "write_lse"),
+        False,
+    ),
+    "bwd_preprocess": (
+        _BACKWARD,
+        ("out", "dout"),
+        ("dlse", "delta"),
+        ("out", "dout"),
+        ("heads_q", "seqlen_q", "add_dlse"),
+        True,
+    ),
+    "bwd_dkdv": (
+        _BACKWARD,
+        ("q", "k", "v", "dout", "lse", "delta", "dk", "dv"),
+        (),
+        ("q", "k", "v", "dout", "dk", "dv"),
+        ("heads_q", "heads_k", "seqlen_q", "seqlen_k", "softmax_scale"),
+        True,
+    ),
+    "bwd_dq": (
+        _BACKWARD,
+        ("q", "k", "v", "dout", "lse", "delta", "dq"),
+        (),
+        ("q", "k", "v", "dout", "dq"),
+        ("heads_q", "heads_k", "seqlen_q", "seqlen_k", "softmax_scale"),
+        True,
+    ),
+}
+_FP32_TENSORS = ("lse", "dlse", "delta")
+
+
+def kernels_of(variant: _Variant) -> tuple[str, ...]:
+    """The kernels that a call of this variant launches, in order."""
+    if isinstance(variant, FwdVariant):
+        return ("attn_fwd",)
+    if isinstance(variant, BwdVariant):
+        return ("bwd_preprocess", "bwd_dkdv", "bwd_dq")
+    raise TypeError(f"no kernel serves {type(variant).__name__}")
+
+
+def constants_of(kernel: str, variant: _Variant, tile: Tile) -> dict[str, bool | int]:
+    """The constexprs of `kernel`."""
+    if kernel == "bwd_preprocess":
+        return {"HEAD_DIM_V": variant.head_dim_v, "BLOCK_M": tile.block_m, "BLOCK_DV": variant.block_dv}
+    return {
+        "HEAD_DIM": variant.head_dim,
+        "HEAD_DIM_V": variant.head_dim_v,
+        "IS_CAUSAL": variant.is_causal,
+        "ALLOW_TF32": variant.allow_tf32,
+        "BLOCK_M": tile.block_m,
+        "BLOCK_N": tile.block_n,
+        "BLOCK_D": variant.block_d,
+        "BLOCK_DV": variant.block_dv,
+    }
+
+
+def spec_of(kernel: str, variant: _Variant, target: str) -> KernelSpec:
+    """The spec of one kernel of `variant`."""
+    module, data, fp32, strided, scalars, fused = _KERNELS[kernel]
+    tile = tile_for(kernel, variant, target, settings.get().tiles)
+    constants = constants_of(kernel, variant, tile)
+    signature = []
+    for name in data + fp32:
+        signature.append((f"{name}_ptr", "*fp32" if name in _FP32_TENSORS else f"*{variant.dtype}"))
+    signature += [(f"{name}_strides", _STRIDES) for name in strided]
+    signature += [(name, "fp32" if name == "softmax_scale" else "i32") for name in scalars]
+    signature += [(name, "constexpr") for name in constants]
+    alignment = []
+    if variant.is_aligned:
+        # LSE and delta are ours and start on 16 bytes, but their rows may not.
+        alignment = [(f"{name}_ptr", 16) for name in data + fp32]
+        step = 16 // _ITEMSIZE[variant.dtype]
+        alignment += [(f"{name}_strides.{i}", step) for name in strided for i in range(3)]
+    options = {"enable_fp_fusion": fused, "num_stages": tile.num_stages, "num_warps": tile.num_warps}
+    return KernelSpec(
+        module=module,
+        kernel=kernel,
+        signature=tuple(signature),
+        constants=tuple(constants.items()),
+        alignment=tuple(alignment),
+        options=tuple(options.items()),
+        target=target,
+    )
+
+
+def specs_of(variant: _Variant, target: str) -> tuple[KernelSpec, ...]:
+    """The spec of each kernel of `variant`, in the order of launch."""
+    return tuple(spec_of(kernel, variant, target) for kernel in kernels_of(variant))

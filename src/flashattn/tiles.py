@@ -1,0 +1,84 @@
+"""Tile sizes and warps by (target, kernel, variant): a table without holes. Data never chooses a tile."""
+
+from __future__ import annotations
+
+import functools
+import json
+from dataclasses import dataclass, fields
+from pathlib import Path
+
+from .variants import _Variant
+
+KERNELS = ("attn_fwd", "bwd_preprocess", "bwd_dkdv", "bwd_dq")
+
+
+@dataclass(frozen=True, slots=True)
+class Tile:
+    """Queries and keys a step handles, warps a program has, and depth of the software pipeline."""
+
+    block_m: int
+    block_n: int
+    num_warps: int
+    num_stages: int
+
+    def __post_init__(self):
+        for field in fields(self):
+            value = getattr(self, field.name)
+            least = 16 if field.name.startswith("block") else 1
+            power = type(value) is int and value >= least and value & (value - 1) == 0
+            if not (power or (field.name == "num_stages" and type(value) is int and 1 <= value <= 8)):
+                raise ValueError(
+                    f"{field.name} must be a power of two from {least} on (num_stages: 1 to 8), got {value!r}"
+                )
+
+
+# (kernel, padded head_dim up to): tile. Large: at least 160 KiB of shared memory a block.
+_LARGE = {
+    "attn_fwd": {64: Tile(128, 64, 4, 3), 128: Tile(128, 64, 8, 2), 256: Tile(64, 32, 4, 2)},
+    "bwd_dkdv": {64: Tile(64, 128, 8, 2), 128: Tile(64, 64, 4, 2), 256: Tile(32, 32, 4, 1)},
+    "bwd_dq": {64: Tile(64, 64, 4, 2), 128: Tile(64, 64, 4, 2), 256: Tile(32, 32, 4, 1)},
+}
+_HOPPER = {
+    "attn_fwd": {64: Tile(128, 128, 8, 3), 128: Tile(128, 128, 8, 2), 256: Tile(128, 64, 8, 2)},
+    "bwd_dkdv": {64: Tile(64, 128, 8, 2), 128: Tile(64, 128, 8, 2), 256: Tile(32, 64, 8, 1)},
+    "bwd_dq": {64: Tile(128, 64, 8, 3), 128: Tile(128, 64, 8, 2), 256: Tile(64, 32, 4, 1)},
+}
+_SMALL = {
+    "attn_fwd": {64: Tile(64, 64, 4, 2), 128: Tile(64, 32, 4, 2), 256: Tile(32, 32, 4, 1)},
+    "bwd_dkdv": {64: Tile(32, 64, 4, 1), 128: Tile(32, 32, 4, 1), 256: Tile(16, 16, 4, 1)},
+    "bwd_dq": {64: Tile(64, 32, 4, 1), 128: Tile(32, 32, 4, 1), 256: Tile(16, 16, 4, 1)},
+}
+# Products in IEEE fp32 have no matrix instruction: small tiles, or registers run out.
+_FP32 = {
+    "attn_fwd": {64: Tile(32, 32, 4, 1), 128: Tile(32, 32, 4, 1), 256: Tile(16, 16, 4, 1)},
+    "bwd_dkdv": {64: Tile(32, 32, 4, 1), 128: Tile(16, 16, 4, 1), 256: Tile(16, 16, 4, 1)},
+    "bwd_dq": {64: Tile(32, 32, 4, 1), 128: Tile(16, 16, 4, 1), 256: Tile(16, 16, 4, 1)},
+}
+_BY_TARGET = {"sm_80": _LARGE, "sm_87": _LARGE, "sm_90": _HOPPER, "sm_100": _LARGE, "sm_103": _LARGE, "sm_110": _LARGE}
+_PREPROCESS = Tile(32, 16, 4, 1)
+
+
+def tile_for(kernel: str, variant: _Variant, target: str, override: Path | None = None) -> Tile:
+    """The tile of `kernel` for `variant` on `target`. `override` is the file that FLASHATTN_TILES names."""
+    if override is not None:
+        chosen = read_override(override).get(kernel)
+        if chosen is not None:
+            return chosen
+    if kernel == "bwd_preprocess":
+        return _PREPROCESS
+    table = _FP32 if variant.dtype == "fp32" else _BY_TARGET.get(target, _SMALL)
+    width = max(64, variant.block_d, variant.block_dv)
+    return table[kernel][width]
+
+
+@functools.cache
+def read_override(path: Path) -> dict[str, Tile]:
+    """{kernel: {"block_m": ..., "block_n": ..., "num_warps": ..., "num_stages": ...}}. Raises ValueError if it is not that."""
+    try:
+        data = json.loads(Path(path).read_text())
+        unknown = sorted(set(data) - set(KERNELS))
+        if unknown:
+            raise ValueError(f"unknown kernel {unknown[0]!r}, expected {', '.join(KERNELS)}")
+        return {kernel: Tile(**tile) for kernel, tile in data.items()}
+    except (OSError, TypeError, ValueError, AttributeError) as error:
+        raise ValueError(f"FLASHATTN_TILES={path}: {error}") from None
