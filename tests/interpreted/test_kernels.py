@@ -1,0 +1,89 @@
+"""The kernels in Triton's interpreter, against float64, on ragged lengths and with NaN in what they write to."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import flashattn
+from flashattn import launch, reference
+
+LOW = [torch.float16, torch.bfloat16, torch.float32]
+LIMIT = {torch.float16: 4e-3, torch.bfloat16: 3e-2, torch.float32: 1e-5}
+
+
+@pytest.fixture(autouse=True)
+def nan_filled_outputs(monkeypatch):
+    assert launch.interpreting(), "run with TRITON_INTERPRET=1"
+    empty = torch.empty
+
+    def filled(*args, **kwargs):
+        tensor = empty(*args, **kwargs)
+        return tensor.fill_(float("nan")) if tensor.is_floating_point() else tensor
+
+    monkeypatch.setattr(launch.torch, "empty", filled)
+
+
+def check(dtype, heads_q, heads_k, seqlen_q, seqlen_k, dim, dim_v=None, softmax_scale=None, causal=False):
+    torch.manual_seed(0)
+    q = torch.randn(1, seqlen_q, heads_q, dim).to(dtype).requires_grad_()
+    k = torch.randn(1, seqlen_k, heads_k, dim).to(dtype).requires_grad_()
+    v = torch.randn(1, seqlen_k, heads_k, dim_v or dim).to(dtype).requires_grad_()
+    exact = [x.detach().double().requires_grad_() for x in (q, k, v)]
+    out, lse = flashattn.flash_attn_func(q, k, v, softmax_scale=softmax_scale, causal=causal, return_lse=True)
+    want, want_lse = reference.attention(*exact, softmax_scale, causal)
+    dout = torch.randn_like(want)
+    got = (out, *torch.autograd.grad(out, (q, k, v), dout.to(dtype)))
+    right = (want, *torch.autograd.grad(want, exact, dout.to(dtype).double()))
+    for name, a, b in zip(("out", "dq", "dk", "dv"), got, right, strict=True):
+        assert (a.double() - b).abs().max() <= LIMIT[dtype] * b.abs().max().clamp(min=1), name
+    assert torch.equal(lse.isinf(), want_lse.isinf())
+    finite = ~want_lse.isinf()
+    torch.testing.assert_close(lse[finite].double(), want_lse[finite], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.newest
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("dtype", LOW, ids=str)
+def test_kernels_compute_attention_and_its_gradients(dtype, causal):
+    check(dtype, 2, 1, 65, 100, 64, causal=causal)
+
+
+@pytest.mark.parametrize(
+    ("seqlen_q", "seqlen_k"), [(1, 1), (1, 50), (50, 1), (17, 33), (33, 17), (50, 8), (129, 127), (128, 128)]
+)
+def test_causal_at_ragged_lengths(seqlen_q, seqlen_k):
+    check(torch.float32, 1, 1, seqlen_q, seqlen_k, 16, causal=True)
+    check(torch.float16, 1, 1, seqlen_q, seqlen_k, 16, causal=True)
+
+
+@pytest.mark.parametrize(("dim", "dim_v"), [(1, 1), (20, 23), (24, 152), (120, 8), (96, 96), (256, 40)])
+def test_head_dims_that_are_not_powers_of_two(dim, dim_v):
+    check(torch.float16, 1, 1, 40, 70, dim, dim_v)
+
+
+@pytest.mark.parametrize(("heads_q", "heads_k"), [(6, 2), (3, 1), (7, 7)])
+def test_grouped_heads(heads_q, heads_k):
+    check(torch.float32, heads_q, heads_k, 20, 40, 16)
+
+
+@pytest.mark.parametrize("scale", [0.0, -0.125])
+def test_scale_zero_and_negative(scale):
+    check(torch.float32, 1, 1, 70, 70, 16, softmax_scale=scale, causal=True)
+
+
+def test_huge_scores_do_not_overflow():
+    q = torch.full((1, 40, 1, 64), 133120.0, dtype=torch.bfloat16, requires_grad=True)
+    out = flashattn.flash_attn_func(q, q, q, causal=True)
+    assert (out == 133120).all()
+    assert torch.isfinite(torch.autograd.grad(out.sum(), q)[0]).all()
+
+
+def test_a_planted_fault_is_seen(monkeypatch):
+    """A mask that is off by one row must not pass."""
+    from flashattn import reference as module
+
+    right = module.visible
+    monkeypatch.setattr(module, "visible", lambda m, n, causal, device=None: right(m, n + 1, causal, device)[:, :n])
+    with pytest.raises(AssertionError):
+        check(torch.float32, 1, 1, 33, 33, 16, causal=True)
