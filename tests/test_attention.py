@@ -43,7 +43,7 @@ def compare(q, k, v, softmax_scale=None, causal=False):
     """Ours against float64, with the error of the same mathematics in the tested dtype as the yardstick."""
     dout = torch.randn(*q.shape[:3], v.shape[3], device=q.device).to(q.dtype)
     dlse = torch.randn(q.shape[0], q.shape[2], q.shape[1], device=q.device)
-    options = dict(softmax_scale=softmax_scale, causal=causal)
+    options = {"softmax_scale": softmax_scale, "causal": causal}
 
     def ours(*args, **kwargs):
         return flashattn.flash_attn_func(*args, return_lse=True, **kwargs)
@@ -165,7 +165,7 @@ def test_fp16_scores_and_sums_pass_65504(device):
 
 
 def layouts(x):
-    """The same values in other places: transposed, a slice of a fused tensor, every second row, a strided last dimension."""
+    """The same values in other places: transposed, in a fused tensor, every second row, strided last."""
     batch, seqlen, heads, dim = x.shape
     fused = x.new_full((seqlen, batch, heads + 3, dim), float("nan"))
     fused[:, :, 1 : 1 + heads] = x.transpose(0, 1)
@@ -252,7 +252,7 @@ def test_only_the_asked_gradients_are_computed(device):
 def test_double_backward_raises():
     q, k, v = make(torch.float32, 1, 1, 1, 4, 4, 8)
     (grad,) = torch.autograd.grad(flashattn.flash_attn_func(q, k, v).sum(), q, create_graph=True)
-    with pytest.raises(RuntimeError, match="once_differentiable"):
+    with pytest.raises(RuntimeError, match="does not require grad"):
         grad.sum().backward()
 
 

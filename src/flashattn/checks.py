@@ -14,7 +14,7 @@ _LAYOUT = "(batch, seqlen, heads, head_dim)"
 
 
 def dense(q, k, v, softmax_scale=None) -> None:
-    """Raise unless q, k, v are what dense attention takes; reads no data and no pointer, so traced tensors may be given."""
+    """Raise unless q, k, v are what dense attention takes; reads no data, so traced tensors may be given."""
     for name, tensor in (("q", q), ("k", k), ("v", v)):
         if tensor.dim() != 4:
             raise ValueError(f"attention: {name} has {tensor.dim()} dimensions, expected 4, {_LAYOUT}")

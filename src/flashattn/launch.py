@@ -56,10 +56,8 @@ def target_name(index: int) -> str:
     """The target of a GPU of torch's. Raises ValueError if no kernel runs on it."""
     if index not in _targets:
         properties = torch.cuda.get_device_properties(index)
-        if torch.version.hip:
-            name = properties.gcnArchName.split(":")[0]
-        else:
-            name = f"sm_{properties.major}{properties.minor}"
+        cuda = f"sm_{properties.major}{properties.minor}"
+        name = properties.gcnArchName.split(":")[0] if torch.version.hip else cuda
         _targets[index] = target_of(name).name
     return _targets[index]
 

@@ -12,7 +12,7 @@ _ITEMSIZE = {"fp16": 2, "bf16": 2, "fp32": 4}
 _FORWARD = "flashattn.kernels.flash_fwd"
 _BACKWARD = "flashattn.kernels.flash_bwd"
 
-# kernel: (module, pointers to data, pointers to fp32, tensors with strides, scalars, whether products are fused with sums)
+# kernel: (module, pointers to data, pointers to fp32, tensors with strides, scalars, are products fused with sums)
 _KERNELS = {
     # The scores' maximum and the exponents must round alike, or huge scores overflow: no fused multiply-add.
     "attn_fwd": (

@@ -73,7 +73,7 @@ def tile_for(kernel: str, variant: _Variant, target: str, override: Path | None 
 
 @functools.cache
 def read_override(path: Path) -> dict[str, Tile]:
-    """{kernel: {"block_m": ..., "block_n": ..., "num_warps": ..., "num_stages": ...}}. Raises ValueError if it is not that."""
+    """{kernel: {"block_m": ..., "block_n": ..., "num_warps": ..., "num_stages": ...}}. Else ValueError."""
     try:
         data = json.loads(Path(path).read_text())
         unknown = sorted(set(data) - set(KERNELS))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import importlib
 import importlib.metadata
 import os
@@ -71,7 +70,7 @@ def _file_digest(path: Path) -> str:
 
 
 def toolchain() -> dict:
-    """What compiles here: Triton's version (it brings its own assembler) and the environment. Does not import Triton."""
+    """What compiles here: Triton's version, which brings its own assembler, and the environment. Imports no Triton."""
     try:
         version = importlib.metadata.version("triton")
     except importlib.metadata.PackageNotFoundError:
@@ -113,7 +112,7 @@ def _source(spec: KernelSpec):
     return Source(kernel, types, constexprs=dict(spec.constants), attrs=promises)
 
 
-def compile_spec(spec: KernelSpec, *, source_digest: str) -> Artifact:
+def compile_spec(spec: KernelSpec, *, source_digest: str, keep_ir: Path | None = None) -> Artifact:
     """Machine code for `spec`. Needs no GPU. `source_digest` is that of the kernels' sources, which it is kept with.
 
     Raises CompileError naming the spec if the compiler fails or the kernel wants more shared memory than the target has.
@@ -126,12 +125,22 @@ def compile_spec(spec: KernelSpec, *, source_digest: str) -> Artifact:
         with _private_triton():
             gpu = GPUTarget(target.backend, target.arch, target.warp_size)
             compiled = triton.compile(_source(spec), target=gpu, options=dict(spec.options))
+            if keep_ir is not None:
+                _keep(Path(keep_ir), spec, compiled.asm)
             kind = "cubin" if target.backend == "cuda" else "hsaco"
             return _artifact(spec, target, source_digest, compiled.metadata, kind, compiled.asm[kind])
     except CompileError:
         raise
     except Exception as error:
         raise CompileError(f"{spec.label()}: {type(error).__name__}: {error}") from error
+
+
+def _keep(folder: Path, spec: KernelSpec, stages: dict) -> None:
+    """Write the intermediate code of every stage that is text."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for stage, text in stages.items():
+        if isinstance(text, str):
+            (folder / f"{spec.kernel}-{spec.key[:16]}.{stage}").write_text(text)
 
 
 def _artifact(spec: KernelSpec, target: Target, digest: str, made, kind: str, code: bytes) -> Artifact:
