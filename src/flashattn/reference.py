@@ -17,7 +17,7 @@ def attention(q, k, v, softmax_scale: float | None = None, causal: bool = False)
     q [batch, seqlen_q, heads_q, head_dim], k [batch, seqlen_k, heads_k, head_dim], v [.., head_dim_v]; heads_q is a
     multiple of heads_k, and query head h reads key head h // (heads_q / heads_k). softmax_scale defaults to
     head_dim ** -0.5. Returns out [batch, seqlen_q, heads_q, head_dim_v] in q's dtype and lse [batch, heads_q,
-    seqlen_q], natural log, float32 (float64 for float64). A row that sees no key gives out 0 and lse -inf. Differentiable.
+    seqlen_q], natural log, float32 (float64 for float64). A row without a key gives out 0, lse -inf. Differentiable.
     """
     scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
     work = torch.float64 if q.dtype == torch.float64 else torch.float32

@@ -64,9 +64,7 @@ def code_environment(environ=None) -> dict[str, str]:
 
 def _file_digest(path: Path) -> str:
     with path.open("rb") as file:
-        return (
-            hashlib.file_digest(file, "sha256").hexdigest() if hasattr(hashlib, "file_digest") else sha256(file.read())
-        )
+        return sha256(file.read())
 
 
 def toolchain() -> dict:
@@ -115,7 +113,7 @@ def _source(spec: KernelSpec):
 def compile_spec(spec: KernelSpec, *, source_digest: str, keep_ir: Path | None = None) -> Artifact:
     """Machine code for `spec`. Needs no GPU. `source_digest` is that of the kernels' sources, which it is kept with.
 
-    Raises CompileError naming the spec if the compiler fails or the kernel wants more shared memory than the target has.
+    Raises CompileError naming the spec if the compiler fails or the kernel wants more shared memory than there is.
     """
     import triton
     from triton.backends.compiler import GPUTarget
