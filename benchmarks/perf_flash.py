@@ -233,6 +233,9 @@ def main(argv=None) -> int:
         from harness import require_gpu
 
         require_gpu("perf_flash.py")
+        # Before build_aot, which puts an empty package in its place where it is not imported yet.
+        import flashattn  # noqa: F401
+
         target = gpu_target()
     import build_aot
 

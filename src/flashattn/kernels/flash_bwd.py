@@ -66,30 +66,34 @@ def weights(s, lse):
 def add_dkdv(
     dk, dv, k, v, q_base, do_base, lse_base, delta_base, q_stride, do_stride, offs_n, start, stop, seqlen_q, seqlen_k,
     scale_log2, HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, IS_CAUSAL: tl.constexpr, ALLOW_TF32: tl.constexpr,
-    CHECK: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
 ):  # fmt: skip
-    """Add what queries start..stop give to dk / scale and dv. Without CHECK they all exist and see all the keys."""
+    """Add what queries start..stop give to dk / scale and dv. Without IS_CAUSAL they see all the keys."""
     offs_d = tl.arange(0, BLOCK_D)
     offs_dv = tl.arange(0, BLOCK_DV)
-    rows = (start + tl.arange(0, BLOCK_M)).to(tl.int64)
-    q_ptrs = q_base + rows[:, None] * q_stride + offs_d[None, :]
-    do_ptrs = do_base + rows[:, None] * do_stride + offs_dv[None, :]
+    # Only the scalar bases move: a tile of pointers that lives across the loops costs registers in two layouts.
+    rows = tl.arange(0, BLOCK_M).to(tl.int64)[:, None]
+    q_offs = rows * q_stride + offs_d[None, :]
+    do_offs = rows * do_stride + offs_dv[None, :]
+    q_base += start * q_stride
+    do_base += start * do_stride
     for start_m in tl.range(start, stop, BLOCK_M):
         offs_m = start_m + tl.arange(0, BLOCK_M)
-        q = load_rows(q_ptrs, offs_m, seqlen_q, offs_d, HEAD_DIM, BLOCK_D, CHECK)  # [M, D]
+        # A query past the end has q = do = 0 and lse = +inf: its weights are 0 without a mask.
+        q = load_rows(q_base + q_offs, offs_m, seqlen_q, offs_d, HEAD_DIM, BLOCK_D, True)  # [M, D]
         lse = load_lse(lse_base + offs_m, offs_m, seqlen_q)
         s = tl.dot(k, tl.trans(q), allow_tf32=ALLOW_TF32) * scale_log2  # [N, M]
         p = weights(s, lse[None, :])
-        if CHECK:
-            p = tl.where(tl.trans(visible(offs_m, offs_n, seqlen_q, seqlen_k, IS_CAUSAL)), p, 0.0)
-        do = load_rows(do_ptrs, offs_m, seqlen_q, offs_dv, HEAD_DIM_V, BLOCK_DV, CHECK)  # [M, DV]
+        if IS_CAUSAL:
+            p = tl.where(offs_n[:, None] <= offs_m[None, :] + (seqlen_k - seqlen_q), p, 0.0)
+        do = load_rows(do_base + do_offs, offs_m, seqlen_q, offs_dv, HEAD_DIM_V, BLOCK_DV, True)  # [M, DV]
         dv = tl.dot(p.to(do.dtype), do, dv, allow_tf32=ALLOW_TF32)
         delta = tl.load(delta_base + offs_m, mask=offs_m < seqlen_q, other=0.0)
         dp = tl.dot(v, tl.trans(do), allow_tf32=ALLOW_TF32)  # [N, M]
         ds = p * (dp - delta[None, :])
         dk = tl.dot(ds.to(q.dtype), q, dk, allow_tf32=ALLOW_TF32)
-        q_ptrs += q_stride * BLOCK_M
-        do_ptrs += do_stride * BLOCK_M
+        q_base += q_stride * BLOCK_M
+        do_base += do_stride * BLOCK_M
     return dk, dv
 
 
@@ -113,6 +117,7 @@ def bwd_dkdv(
     off_b = (pid // tiles) // heads_k
     group = heads_q // heads_k
 
+    # Keys past the end have k = v = 0 and are not stored, so they need no mask.
     offs_n = start_n + tl.arange(0, BLOCK_N)
     offs_d = tl.arange(0, BLOCK_D)
     offs_dv = tl.arange(0, BLOCK_DV)
@@ -124,20 +129,14 @@ def bwd_dkdv(
         v_base + rows * v_strides[1] + offs_dv[None, :], offs_n, seqlen_k, offs_dv, HEAD_DIM_V, BLOCK_DV, True
     )
 
-    # Queries from `begin` on see some of the keys; those from `full` to `last` exist and see all of them.
+    # Queries from `begin` on see some of the keys, those from `full` on all of them.
     begin = 0
     full = 0
     if IS_CAUSAL:
         shift = seqlen_q - seqlen_k
-        begin = tl.maximum(start_n + shift, 0)
-        begin = (begin // BLOCK_M) * BLOCK_M
-        full = tl.maximum(start_n + BLOCK_N - 1 + shift, 0)
-        full = tl.cdiv(full, BLOCK_M) * BLOCK_M
-    # Keys past the end have k = v = 0 and are not stored, so they need no mask here.
-    last = (seqlen_q // BLOCK_M) * BLOCK_M
-    full = tl.minimum(full, last)
-    full = tl.maximum(full, begin)
-    last = tl.maximum(last, full)
+        begin = (tl.maximum(start_n + shift, 0) // BLOCK_M) * BLOCK_M
+        full = tl.cdiv(tl.maximum(start_n + BLOCK_N - 1 + shift, 0), BLOCK_M) * BLOCK_M
+        full = tl.minimum(full, tl.cdiv(seqlen_q, BLOCK_M) * BLOCK_M)
     scale_log2 = softmax_scale * LOG2_E
 
     dk = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
@@ -151,17 +150,12 @@ def bwd_dkdv(
             dk, dv = add_dkdv(
                 dk, dv, k, v, q_base, do_base, lse_ptr + row, delta_ptr + row, q_strides[1], dout_strides[1], offs_n,
                 begin, full, seqlen_q, seqlen_k, scale_log2,
-                HEAD_DIM, HEAD_DIM_V, IS_CAUSAL, ALLOW_TF32, True, BLOCK_M, BLOCK_D, BLOCK_DV,
+                HEAD_DIM, HEAD_DIM_V, True, ALLOW_TF32, BLOCK_M, BLOCK_D, BLOCK_DV,
             )  # fmt: skip
         dk, dv = add_dkdv(
             dk, dv, k, v, q_base, do_base, lse_ptr + row, delta_ptr + row, q_strides[1], dout_strides[1], offs_n,
-            full, last, seqlen_q, seqlen_k, scale_log2,
-            HEAD_DIM, HEAD_DIM_V, IS_CAUSAL, ALLOW_TF32, False, BLOCK_M, BLOCK_D, BLOCK_DV,
-        )  # fmt: skip
-        dk, dv = add_dkdv(
-            dk, dv, k, v, q_base, do_base, lse_ptr + row, delta_ptr + row, q_strides[1], dout_strides[1], offs_n,
-            last, seqlen_q, seqlen_q, seqlen_k, scale_log2,
-            HEAD_DIM, HEAD_DIM_V, IS_CAUSAL, ALLOW_TF32, True, BLOCK_M, BLOCK_D, BLOCK_DV,
+            full, seqlen_q, seqlen_q, seqlen_k, scale_log2,
+            HEAD_DIM, HEAD_DIM_V, False, ALLOW_TF32, BLOCK_M, BLOCK_D, BLOCK_DV,
         )  # fmt: skip
 
     dk_base = dk_ptr + off_b.to(tl.int64) * dk_strides[0] + off_hk.to(tl.int64) * dk_strides[2]
@@ -174,17 +168,22 @@ def bwd_dkdv(
 
 @triton.jit
 def add_dq(
-    dq, q, do, lse, delta, k_ptrs, v_ptrs, k_step, v_step, offs_m, start, stop, seqlen_q, seqlen_k, scale_log2,
+    dq, q, do, lse, delta, k_base, v_base, k_stride, v_stride, offs_m, start, stop, seqlen_q, seqlen_k, scale_log2,
     HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, IS_CAUSAL: tl.constexpr, ALLOW_TF32: tl.constexpr,
     CHECK: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
 ):  # fmt: skip
     """Add what keys start..stop give to dq / scale. Without CHECK they all exist and every query sees them."""
     offs_d = tl.arange(0, BLOCK_D)
     offs_dv = tl.arange(0, BLOCK_DV)
+    rows = tl.arange(0, BLOCK_N).to(tl.int64)[:, None]
+    k_offs = rows * k_stride + offs_d[None, :]
+    v_offs = rows * v_stride + offs_dv[None, :]
+    k_base += start * k_stride
+    v_base += start * v_stride
     for start_n in tl.range(start, stop, BLOCK_N):
         offs_n = start_n + tl.arange(0, BLOCK_N)
-        k = load_rows(k_ptrs, offs_n, seqlen_k, offs_d, HEAD_DIM, BLOCK_D, CHECK)  # [N, D]
-        v = load_rows(v_ptrs, offs_n, seqlen_k, offs_dv, HEAD_DIM_V, BLOCK_DV, CHECK)  # [N, DV]
+        k = load_rows(k_base + k_offs, offs_n, seqlen_k, offs_d, HEAD_DIM, BLOCK_D, CHECK)  # [N, D]
+        v = load_rows(v_base + v_offs, offs_n, seqlen_k, offs_dv, HEAD_DIM_V, BLOCK_DV, CHECK)  # [N, DV]
         s = tl.dot(q, tl.trans(k), allow_tf32=ALLOW_TF32) * scale_log2  # [M, N]
         p = weights(s, lse[:, None])
         if CHECK:
@@ -192,9 +191,9 @@ def add_dq(
         dp = tl.dot(do, tl.trans(v), allow_tf32=ALLOW_TF32)  # [M, N]
         ds = p * (dp - delta[:, None])
         dq = tl.dot(ds.to(k.dtype), k, dq, allow_tf32=ALLOW_TF32)
-        k_ptrs += k_step
-        v_ptrs += v_step
-    return dq, k_ptrs, v_ptrs
+        k_base += k_stride * BLOCK_N
+        v_base += v_stride * BLOCK_N
+    return dq
 
 
 @triton.jit
@@ -219,7 +218,6 @@ def bwd_dq(
     off_hk = off_h // (heads_q // heads_k)
 
     offs_m = start_m + tl.arange(0, BLOCK_M)
-    offs_n = tl.arange(0, BLOCK_N)
     offs_d = tl.arange(0, BLOCK_D)
     offs_dv = tl.arange(0, BLOCK_DV)
     rows = offs_m.to(tl.int64)[:, None]
@@ -233,10 +231,6 @@ def bwd_dq(
     row = (off_b * heads_q + off_h).to(tl.int64) * seqlen_q + offs_m
     lse = load_lse(lse_ptr + row, offs_m, seqlen_q)
     delta = tl.load(delta_ptr + row, mask=offs_m < seqlen_q, other=0.0)
-    k_ptrs = k_base + offs_n.to(tl.int64)[:, None] * k_strides[1] + offs_d[None, :]
-    v_ptrs = v_base + offs_n.to(tl.int64)[:, None] * v_strides[1] + offs_dv[None, :]
-    k_step = k_strides[1] * BLOCK_N
-    v_step = v_strides[1] * BLOCK_N
 
     # Keys up to `full` are seen by every query of the tile; those up to `stop` by some.
     stop = seqlen_k
@@ -249,13 +243,13 @@ def bwd_dq(
 
     dq = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     scale_log2 = softmax_scale * LOG2_E
-    dq, k_ptrs, v_ptrs = add_dq(
-        dq, q, do, lse, delta, k_ptrs, v_ptrs, k_step, v_step, offs_m, 0, full, seqlen_q, seqlen_k, scale_log2,
-        HEAD_DIM, HEAD_DIM_V, IS_CAUSAL, ALLOW_TF32, False, BLOCK_N, BLOCK_D, BLOCK_DV,
+    dq = add_dq(
+        dq, q, do, lse, delta, k_base, v_base, k_strides[1], v_strides[1], offs_m, 0, full, seqlen_q, seqlen_k,
+        scale_log2, HEAD_DIM, HEAD_DIM_V, IS_CAUSAL, ALLOW_TF32, False, BLOCK_N, BLOCK_D, BLOCK_DV,
     )  # fmt: skip
-    dq, k_ptrs, v_ptrs = add_dq(
-        dq, q, do, lse, delta, k_ptrs, v_ptrs, k_step, v_step, offs_m, full, stop, seqlen_q, seqlen_k, scale_log2,
-        HEAD_DIM, HEAD_DIM_V, IS_CAUSAL, ALLOW_TF32, True, BLOCK_N, BLOCK_D, BLOCK_DV,
+    dq = add_dq(
+        dq, q, do, lse, delta, k_base, v_base, k_strides[1], v_strides[1], offs_m, full, stop, seqlen_q, seqlen_k,
+        scale_log2, HEAD_DIM, HEAD_DIM_V, IS_CAUSAL, ALLOW_TF32, True, BLOCK_N, BLOCK_D, BLOCK_DV,
     )  # fmt: skip
     dq_base = dq_ptr + off_b.to(tl.int64) * dq_strides[0] + off_h.to(tl.int64) * dq_strides[2]
     dq_ptrs = dq_base + rows * dq_strides[1] + offs_d[None, :]
