@@ -15,6 +15,27 @@ _LAYOUT = "(batch, seqlen, heads, head_dim)"
 
 def dense(q, k, v, softmax_scale=None) -> None:
     """Raise unless q, k, v are what dense attention takes; reads no data, so traced tensors may be given."""
+    dtype, device = q.dtype, q.device
+    if q.dim() == k.dim() == v.dim() == 4 and dtype in DTYPE_NAMES and dtype == k.dtype == v.dtype:
+        batch, _, heads_q, head_dim = q.shape
+        batch_k, seqlen_k, heads_k, head_dim_k = k.shape
+        batch_v, seqlen_v, heads_v, head_dim_v = v.shape
+        if (
+            batch == batch_k == batch_v
+            and seqlen_k == seqlen_v
+            and 0 < heads_k == heads_v
+            and heads_q > 0 == heads_q % heads_k
+            and 0 < head_dim == head_dim_k <= MAX_HEAD_DIM
+            and 0 < head_dim_v <= MAX_HEAD_DIM
+            and device == k.device == v.device
+            and (softmax_scale is None or math.isfinite(softmax_scale))
+        ):
+            return
+    _explain(q, k, v, softmax_scale)
+
+
+def _explain(q, k, v, softmax_scale) -> None:
+    """Raise for the first thing that is wrong; float64 on the CPU is right."""
     for name, tensor in (("q", q), ("k", k), ("v", v)):
         if tensor.dim() != 4:
             raise ValueError(f"attention: {name} has {tensor.dim()} dimensions, expected 4, {_LAYOUT}")

@@ -52,6 +52,27 @@ def flash_attn_func(
     zero gradients. Raises ValueError or TypeError for a wrong argument, NotImplementedError for a feature that is not
     built, before anything is launched. Method: FlashAttention-2 (Dao, 2023).
     """
+    if (
+        dropout_p != 0.0
+        or softcap != 0.0
+        or (window_size != (-1, -1) and not _open(window_size))
+        or causal_alignment != "bottom_right"
+        or not (alibi_slopes is bias is sink is seqused_q is seqused_k is out is None)
+    ):
+        _refuse(
+            dropout_p, window_size, softcap, alibi_slopes, bias, sink, causal_alignment, seqused_q, seqused_k, out
+        )  # fmt: skip
+    if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
+        result, lse = ops.attention(q, k, v, softmax_scale, causal)
+    else:
+        result, lse = ops.attn_fwd(q, k, v, softmax_scale, causal, return_lse or return_attn_probs)
+    if return_attn_probs:
+        return result, lse, None
+    return (result, lse) if return_lse else result
+
+
+def _refuse(dropout_p, window_size, softcap, alibi_slopes, bias, sink, causal_alignment, seqused_q, seqused_k, out):
+    """Raise for the first of these that asks for something."""
     checks.not_built(
         "flash_attn_func",
         dropout_p=(dropout_p, dropout_p == 0.0),
@@ -65,13 +86,6 @@ def flash_attn_func(
         seqused_k=(seqused_k, seqused_k is None),
         out=(out, out is None),
     )
-    if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
-        result, lse = ops.attention(q, k, v, softmax_scale, causal)
-    else:
-        result, lse = ops.attn_fwd(q, k, v, softmax_scale, causal, bool(return_lse or return_attn_probs))
-    if return_attn_probs:
-        return result, lse, None
-    return (result, lse) if return_lse else result
 
 
 def flash_attn_kvpacked_func(

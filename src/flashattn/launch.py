@@ -62,23 +62,31 @@ def target_name(index: int) -> str:
     return _targets[index]
 
 
+class _Null:
+    """The pointer of a feature that is off."""
+
+    @staticmethod
+    def data_ptr() -> int:
+        return 0
+
+
+_NULL = _Null()
+
+
 class _Compiled:
     """One kernel of a plan, resolved and loaded on one GPU."""
 
     def __init__(self, spec, index: int):
         from .jit import driver
 
-        self.kernel = driver.load(resolver().resolve(spec), index)
+        self.launch = driver.load(resolver().resolve(spec), index).launch
         constants = dict(spec.constants)
         self.block_m, self.block_n = constants["BLOCK_M"], constants.get("BLOCK_N", 0)
-        self._index = index
+        self.index = index
 
-    def __call__(self, grid: int, tensors, strided, scalars) -> None:
-        args = [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
-        for tensor in strided:
-            args += tensor.stride()[:3]
-        args += scalars
-        self.kernel.launch(grid, torch._C._cuda_getCurrentRawStream(self._index), tuple(args))
+    def __call__(self, grid: int, tensors: tuple, strides: tuple, scalars: tuple) -> None:
+        args = (*[tensor.data_ptr() for tensor in tensors], *strides, *scalars)
+        self.launch(grid, torch._C._cuda_getCurrentRawStream(self.index), args)
 
 
 class _Interpreted:
@@ -94,13 +102,11 @@ class _Interpreted:
         self.constants = dict(spec.constants)
         self.block_m, self.block_n = self.constants["BLOCK_M"], self.constants.get("BLOCK_N", 0)
 
-    def __call__(self, grid: int, tensors, strided, scalars) -> None:
-        if grid == 0:
-            return
+    def __call__(self, grid: int, tensors: tuple, strides: tuple, scalars: tuple) -> None:
         null = torch.empty(0)
-        pointers = [null if tensor is None else tensor for tensor in tensors]
-        strides = [tuple(tensor.stride()[:3]) for tensor in strided]
-        self.kernel[(grid,)](*pointers, *strides, *scalars, **self.constants)
+        pointers = [null if tensor is _NULL else tensor for tensor in tensors]
+        grouped = [strides[i : i + 3] for i in range(0, len(strides), 3)]
+        self.kernel[(grid,)](*pointers, *grouped, *scalars, **self.constants)
 
 
 def plan(facts: tuple, target: str) -> tuple:
@@ -131,34 +137,40 @@ def _kernels(facts: tuple, device: torch.device) -> dict:
     return found
 
 
-def aligned(*tensors) -> bool:
-    """Whether every pointer, and every stride of a tensor of four dimensions, is a multiple of 16 bytes."""
+def _rows(tensor):
+    """(tensor, its three outer strides); a tensor whose last dimension is strided is copied."""
+    strides = tensor.stride()
+    if strides[3] != 1 and tensor.shape[3] != 1:
+        tensor = tensor.contiguous()
+        strides = tensor.stride()
+    return tensor, strides[:3]
+
+
+def _whole(shape) -> tuple:
+    """The three outer strides of a contiguous tensor."""
+    _, seqlen, heads, dim = shape
+    return seqlen * heads * dim, heads * dim, dim
+
+
+def _is_aligned(itemsize: int, strides: tuple, *tensors) -> bool:
+    """Whether every stride and every pointer is a multiple of 16 bytes."""
+    bits = 0
+    for stride in strides:
+        bits |= stride
+    bits *= itemsize
     for tensor in tensors:
-        if tensor.data_ptr() & 15:
-            return False
-        if tensor.dim() == 4:
-            a, b, c, _ = tensor.stride()
-            if (a | b | c) * tensor.element_size() & 15:
-                return False
-    return True
-
-
-def _rows_contiguous(tensor):
-    """The tensor itself, or a copy if its last dimension is strided."""
-    return tensor if tensor.stride(-1) == 1 or tensor.shape[-1] == 1 else tensor.contiguous()
-
-
-def _scale(q, softmax_scale) -> float:
-    return q.shape[-1] ** -0.5 if softmax_scale is None else float(softmax_scale)
+        bits |= tensor.data_ptr()
+    return not bits & 15
 
 
 def on_its_device(function):
     """The function, run with the device of its first tensor current."""
 
     def run(first, *args):
-        if first.device.type == "cpu" or first.device.index == torch.cuda.current_device():
+        index = first.get_device()
+        if index < 0 or index == torch._C._cuda_getDevice():
             return function(first, *args)
-        with torch.cuda.device(first.device):
+        with torch.cuda.device(index):
             return function(first, *args)
 
     return run
@@ -167,21 +179,24 @@ def on_its_device(function):
 @on_its_device
 def forward(q, k, v, softmax_scale, causal: bool, want_lse: bool):
     """(out, lse); lse is empty unless wanted. The arguments have been checked."""
-    q, k, v = _rows_contiguous(q), _rows_contiguous(k), _rows_contiguous(v)
+    dtype, device = q.dtype, q.device
     batch, seqlen_q, heads_q, head_dim = q.shape
     _, seqlen_k, heads_k, head_dim_v = v.shape
-    out = torch.empty((batch, seqlen_q, heads_q, head_dim_v), dtype=q.dtype, device=q.device)
-    shape = (batch, heads_q, seqlen_q) if want_lse else (0,)
-    lse = torch.empty(shape, dtype=torch.float32, device=q.device)
-    if out.numel() == 0:
+    (q, q_strides), (k, k_strides), (v, v_strides) = _rows(q), _rows(k), _rows(v)
+    shape = (batch, seqlen_q, heads_q, head_dim_v)
+    out = torch.empty(shape, dtype=dtype, device=device)
+    lse = torch.empty((batch, heads_q, seqlen_q) if want_lse else 0, dtype=torch.float32, device=device)
+    if batch == 0 or seqlen_q == 0:
         return out, lse
-    facts = ("fwd", q.dtype, head_dim, head_dim_v, causal, aligned(q, k, v, out))
-    kernel = _kernels(facts, q.device)["attn_fwd"]
+    strides = q_strides + k_strides + v_strides + _whole(shape)
+    is_aligned = _is_aligned(q.element_size(), strides, q, k, v, out)
+    kernel = _kernels(("fwd", dtype, head_dim, head_dim_v, causal, is_aligned), device)["attn_fwd"]
+    scale = head_dim**-0.5 if softmax_scale is None else softmax_scale
     kernel(
         -(-seqlen_q // kernel.block_m) * heads_q * batch,
-        (q, k, v, out, lse if want_lse else None),
-        (q, k, v, out),
-        (heads_q, heads_k, seqlen_q, seqlen_k, _scale(q, softmax_scale), int(want_lse)),
+        (q, k, v, out, lse if want_lse else _NULL),
+        strides,
+        (heads_q, heads_k, seqlen_q, seqlen_k, scale, int(want_lse)),
     )
     return out, lse
 
@@ -189,35 +204,41 @@ def forward(q, k, v, softmax_scale, causal: bool, want_lse: bool):
 @on_its_device
 def backward(dout, q, k, v, out, lse, dlse, softmax_scale, causal: bool, want_dq: bool, want_dkdv: bool):
     """(dq, dk, dv); one that is not wanted is empty. The arguments have been checked."""
-    dout, q, k, v, out = (_rows_contiguous(tensor) for tensor in (dout, q, k, v, out))
-    lse = lse.contiguous()
+    dtype, device = q.dtype, q.device
     batch, seqlen_q, heads_q, head_dim = q.shape
     _, seqlen_k, heads_k, head_dim_v = v.shape
-    dq = torch.empty(q.shape if want_dq else (0,), dtype=q.dtype, device=q.device)
-    dk = torch.empty(k.shape if want_dkdv else (0,), dtype=q.dtype, device=q.device)
-    dv = torch.empty(v.shape if want_dkdv else (0,), dtype=q.dtype, device=q.device)
+    dq = torch.empty(q.shape if want_dq else 0, dtype=dtype, device=device)
+    dk = torch.empty(k.shape if want_dkdv else 0, dtype=dtype, device=device)
+    dv = torch.empty(v.shape if want_dkdv else 0, dtype=dtype, device=device)
     if 0 in (batch, seqlen_q, seqlen_k):
         return dq.zero_(), dk.zero_(), dv.zero_()
+    (q, q_strides), (k, k_strides), (v, v_strides) = _rows(q), _rows(k), _rows(v)
+    (dout, dout_strides), (out, out_strides) = _rows(dout), _rows(out)
+    lse = lse.contiguous()
     delta = torch.empty_like(lse)
-    written = [tensor for tensor, wanted in ((dq, want_dq), (dk, want_dkdv), (dv, want_dkdv)) if wanted]
-    is_aligned = aligned(dout, q, k, v, out, lse, delta, *written)
-    kernels = _kernels(("bwd", q.dtype, head_dim, head_dim_v, causal, is_aligned), q.device)
+    inputs = q_strides + k_strides + v_strides + dout_strides
+    dq_strides, dkdv_strides = _whole(q.shape), _whole(k.shape) + _whole(v.shape)
+    strides = inputs + out_strides + dq_strides + dkdv_strides
+    is_aligned = _is_aligned(q.element_size(), strides, q, k, v, dout, out, lse, delta, dq, dk, dv)
+    kernels = _kernels(("bwd", dtype, head_dim, head_dim_v, causal, is_aligned), device)
+    rows = heads_q * batch
     kernel = kernels["bwd_preprocess"]
     kernel(
-        -(-seqlen_q // kernel.block_m) * heads_q * batch,
-        (out, dout, None if dlse is None else dlse.contiguous(), delta),
-        (out, dout),
+        -(-seqlen_q // kernel.block_m) * rows,
+        (out, dout, _NULL if dlse is None else dlse.contiguous(), delta),
+        out_strides + dout_strides,
         (heads_q, seqlen_q, int(dlse is not None)),
     )
-    scalars = (heads_q, heads_k, seqlen_q, seqlen_k, _scale(q, softmax_scale))
+    scale = head_dim**-0.5 if softmax_scale is None else softmax_scale
+    scalars = (heads_q, heads_k, seqlen_q, seqlen_k, scale)
+    tensors = (q, k, v, dout, lse, delta)
     if want_dkdv:
         kernel = kernels["bwd_dkdv"]
         grid = -(-seqlen_k // kernel.block_n) * heads_k * batch
-        kernel(grid, (q, k, v, dout, lse, delta, dk, dv), (q, k, v, dout, dk, dv), scalars)
+        kernel(grid, (*tensors, dk, dv), inputs + dkdv_strides, scalars)
     if want_dq:
         kernel = kernels["bwd_dq"]
-        grid = -(-seqlen_q // kernel.block_m) * heads_q * batch
-        kernel(grid, (q, k, v, dout, lse, delta, dq), (q, k, v, dout, dq), scalars)
+        kernel(-(-seqlen_q // kernel.block_m) * rows, (*tensors, dq), inputs + dq_strides, scalars)
     return dq, dk, dv
 
 
@@ -227,7 +248,9 @@ def explain(q, k, v, causal: bool = False, target: str | None = None) -> str:
     name = target or (target_name(q.device.index) if q.is_cuda else "sm_90")
     lines = []
     for family in ("fwd", "bwd"):
-        facts = (family, q.dtype, q.shape[3], v.shape[3], causal, aligned(q, k, v))
+        strides = q.stride()[:3] + k.stride()[:3] + v.stride()[:3] + _whole((*q.shape[:3], v.shape[3]))
+        is_aligned = _is_aligned(q.element_size(), strides, q, k, v)
+        facts = (family, q.dtype, q.shape[3], v.shape[3], causal, is_aligned)
         variant, wanted = plan(facts, name)
         lines.append(f"{variant} on {name}")
         for spec in wanted:

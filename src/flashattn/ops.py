@@ -76,7 +76,7 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q, k, v, softmax_scale, causal):
         with torch._C._AutoDispatchBelowAutograd():
-            out, lse = torch.ops.flashattn.attn_fwd(q, k, v, softmax_scale, causal, True)
+            out, lse = attn_fwd(q, k, v, softmax_scale, causal, True)
         ctx.save_for_backward(q, k, v, out, lse)
         ctx.softmax_scale, ctx.causal = softmax_scale, causal
         ctx.set_materialize_grads(False)
@@ -90,9 +90,7 @@ class _Attention(torch.autograd.Function):
         if dout is None and dlse is None:
             return None, None, None, None, None
         dout = torch.zeros_like(out) if dout is None else dout.to(out.dtype)
-        dq, dk, dv = torch.ops.flashattn.attn_bwd(
-            dout, q, k, v, out, lse, dlse, ctx.softmax_scale, ctx.causal, want_q, want_k or want_v
-        )
+        dq, dk, dv = attn_bwd(dout, q, k, v, out, lse, dlse, ctx.softmax_scale, ctx.causal, want_q, want_k or want_v)
         return dq if want_q else None, dk if want_k else None, dv if want_v else None, None, None
 
 
@@ -101,7 +99,7 @@ def _attention_autograd(q, k, v, softmax_scale=None, causal=False):
 
 
 def _attention(q, k, v, softmax_scale=None, causal=False):
-    return torch.ops.flashattn.attn_fwd(q, k, v, softmax_scale, causal, True)
+    return attn_fwd(q, k, v, softmax_scale, causal, True)
 
 
 _library.impl("attention", _attention_autograd, "Autograd")
@@ -116,3 +114,4 @@ _library.impl("attn_bwd", _backward_meta, "Meta")
 
 attention = torch.ops.flashattn.attention.default
 attn_fwd = torch.ops.flashattn.attn_fwd.default
+attn_bwd = torch.ops.flashattn.attn_bwd.default

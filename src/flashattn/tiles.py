@@ -38,10 +38,19 @@ _LARGE = {
     "bwd_dkdv": {64: Tile(64, 128, 8, 2), 128: Tile(64, 64, 4, 2), 256: Tile(32, 32, 4, 1)},
     "bwd_dq": {64: Tile(64, 64, 4, 2), 128: Tile(64, 64, 4, 2), 256: Tile(32, 32, 4, 1)},
 }
+# Measured on an H200 up to 128 (docs/performance.md); a pair is (full, causal).
 _HOPPER = {
-    "attn_fwd": {64: Tile(128, 64, 8, 2), 128: Tile(128, 64, 8, 2), 256: Tile(128, 64, 8, 2)},
-    "bwd_dkdv": {64: Tile(64, 128, 8, 2), 128: Tile(64, 128, 8, 2), 256: Tile(32, 64, 8, 1)},
-    "bwd_dq": {64: Tile(128, 64, 8, 3), 128: Tile(128, 64, 8, 2), 256: Tile(64, 32, 4, 1)},
+    "attn_fwd": {
+        64: Tile(128, 64, 8, 3),
+        128: (Tile(128, 64, 4, 2), Tile(128, 128, 8, 3)),
+        256: Tile(128, 64, 8, 2),
+    },
+    "bwd_dkdv": {
+        64: Tile(32, 128, 4, 2),
+        128: (Tile(64, 64, 4, 2), Tile(32, 64, 4, 2)),
+        256: Tile(32, 64, 8, 1),
+    },
+    "bwd_dq": {64: Tile(64, 64, 4, 3), 128: Tile(128, 64, 8, 3), 256: Tile(64, 32, 4, 1)},
 }
 _SMALL = {
     "attn_fwd": {64: Tile(64, 64, 4, 2), 128: Tile(64, 32, 4, 2), 256: Tile(32, 32, 4, 1)},
@@ -68,7 +77,8 @@ def tile_for(kernel: str, variant: _Variant, target: str, override: Path | None 
         return _PREPROCESS
     table = _FP32 if variant.dtype == "fp32" else _BY_TARGET.get(target, _SMALL)
     width = max(64, variant.block_d, variant.block_dv)
-    return table[kernel][width]
+    found = table[kernel][width]
+    return found if isinstance(found, Tile) else found[variant.is_causal]
 
 
 @functools.cache
