@@ -262,8 +262,8 @@ def test_ops_pass_opcheck(device, causal):
     q, k, v = make(torch.float32, 2, 4, 2, 33, 47, 24, device=device)
     opcheck(torch.ops.flashattn.attention.default, (q, k, v, None, causal))
     plain_inputs = tuple(x.detach().transpose(0, 1).contiguous().transpose(0, 1) for x in (q, k, v))
-    opcheck(torch.ops.flashattn.attn_fwd.default, (*plain_inputs, None, causal, True))
-    opcheck(torch.ops.flashattn.attn_fwd.default, (*plain_inputs, None, causal, False))
+    opcheck(torch.ops.flashattn.attn_fwd.default, (*plain_inputs, None, causal))
+    opcheck(torch.ops.flashattn.attn_fwd.inference, (*plain_inputs, None, causal))
     out, lse = torch.ops.flashattn.attn_fwd(*plain_inputs, None, causal)
     opcheck(torch.ops.flashattn.attn_bwd.default, (out, *plain_inputs, out, lse, None, None, causal))
 

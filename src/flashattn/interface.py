@@ -64,8 +64,10 @@ def flash_attn_func(
         )  # fmt: skip
     if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
         result, lse = ops.attention(q, k, v, softmax_scale, causal)
+    elif return_lse or return_attn_probs:
+        result, lse = ops.attn_fwd(q, k, v, softmax_scale, causal)
     else:
-        result, lse = ops.attn_fwd(q, k, v, softmax_scale, causal, return_lse or return_attn_probs)
+        return ops.inference(q, k, v, softmax_scale, causal)
     if return_attn_probs:
         return result, lse, None
     return (result, lse) if return_lse else result

@@ -178,14 +178,15 @@ def on_its_device(function):
 
 @on_its_device
 def forward(q, k, v, softmax_scale, causal: bool, want_lse: bool):
-    """(out, lse); lse is empty unless wanted. The arguments have been checked."""
+    """(out, lse); lse is None unless wanted. The arguments have been checked."""
     dtype, device = q.dtype, q.device
     batch, seqlen_q, heads_q, head_dim = q.shape
     _, seqlen_k, heads_k, head_dim_v = v.shape
     (q, q_strides), (k, k_strides), (v, v_strides) = _rows(q), _rows(k), _rows(v)
     shape = (batch, seqlen_q, heads_q, head_dim_v)
-    out = torch.empty(shape, dtype=dtype, device=device)
-    lse = torch.empty((batch, heads_q, seqlen_q) if want_lse else 0, dtype=torch.float32, device=device)
+    # empty_like is the quicker of the two by a microsecond.
+    out = torch.empty_like(q) if head_dim == head_dim_v and q.is_contiguous() else q.new_empty(shape)
+    lse = q.new_empty((batch, heads_q, seqlen_q), dtype=torch.float32) if want_lse else None
     if batch == 0 or seqlen_q == 0:
         return out, lse
     strides = q_strides + k_strides + v_strides + _whole(shape)

@@ -1,4 +1,4 @@
-"""The torch ops: torch.ops.flashattn.attention (differentiable), attn_fwd and attn_bwd (raw)."""
+"""The torch ops: torch.ops.flashattn.attention (differentiable), attn_fwd, attn_fwd.inference and attn_bwd (raw)."""
 
 from __future__ import annotations
 
@@ -8,8 +8,11 @@ from . import checks, launch, reference
 
 _library = torch.library.Library("flashattn", "DEF")
 _library.define(
-    "attn_fwd(Tensor q, Tensor k, Tensor v, float? softmax_scale=None, bool causal=False, bool want_lse=True)"
-    " -> (Tensor out, Tensor lse)"
+    "attn_fwd(Tensor q, Tensor k, Tensor v, float? softmax_scale=None, bool causal=False) -> (Tensor out, Tensor lse)"
+)
+# Without LSE: an output less to allocate, which a small call feels.
+_library.define(
+    "attn_fwd.inference(Tensor q, Tensor k, Tensor v, float? softmax_scale=None, bool causal=False) -> Tensor out"
 )
 _library.define(
     "attn_bwd(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor? dlse=None,"
@@ -25,24 +28,44 @@ def _lse_dtype(q):
     return torch.float64 if q.dtype == torch.float64 else torch.float32
 
 
-def _forward(q, k, v, softmax_scale=None, causal=False, want_lse=True):
+def _forward(q, k, v, softmax_scale=None, causal=False):
     checks.dense(q, k, v, softmax_scale)
-    return launch.forward(q, k, v, softmax_scale, causal, want_lse)
+    return launch.forward(q, k, v, softmax_scale, causal, True)
 
 
-def _forward_cpu(q, k, v, softmax_scale=None, causal=False, want_lse=True):
-    if launch.interpreting() and q.dtype != torch.float64:
-        return _forward(q, k, v, softmax_scale, causal, want_lse)
+def _inference(q, k, v, softmax_scale=None, causal=False):
+    checks.dense(q, k, v, softmax_scale)
+    return launch.forward(q, k, v, softmax_scale, causal, False)[0]
+
+
+def _forward_cpu(q, k, v, softmax_scale=None, causal=False):
+    if _interprets(q):
+        return _forward(q, k, v, softmax_scale, causal)
     checks.dense(q, k, v, softmax_scale)
     out, lse = reference.attention(q, k, v, softmax_scale, causal)
-    return out, lse.contiguous() if want_lse else lse.new_empty(0)
+    return out, lse.contiguous()
 
 
-def _forward_meta(q, k, v, softmax_scale=None, causal=False, want_lse=True):
+def _inference_cpu(q, k, v, softmax_scale=None, causal=False):
+    if _interprets(q):
+        return _inference(q, k, v, softmax_scale, causal)
     checks.dense(q, k, v, softmax_scale)
-    out = q.new_empty((*q.shape[:3], v.shape[3]))
-    shape = (q.shape[0], q.shape[2], q.shape[1]) if want_lse else (0,)
-    return out, q.new_empty(shape, dtype=_lse_dtype(q))
+    return reference.attention(q, k, v, softmax_scale, causal)[0]
+
+
+def _interprets(q) -> bool:
+    """Whether kernels run on these CPU tensors, in Triton's interpreter; they do not compute in float64."""
+    return launch.interpreting() and q.dtype != torch.float64
+
+
+def _forward_meta(q, k, v, softmax_scale=None, causal=False):
+    out = _inference_meta(q, k, v, softmax_scale, causal)
+    return out, q.new_empty((q.shape[0], q.shape[2], q.shape[1]), dtype=_lse_dtype(q))
+
+
+def _inference_meta(q, k, v, softmax_scale=None, causal=False):
+    checks.dense(q, k, v, softmax_scale)
+    return q.new_empty((*q.shape[:3], v.shape[3]))
 
 
 def _backward(
@@ -56,7 +79,7 @@ def _backward(
 def _backward_cpu(
     dout, q, k, v, out, lse, dlse=None, softmax_scale=None, causal=False, want_dq=True, want_dkdv=True
 ):  # fmt: skip
-    if launch.interpreting() and q.dtype != torch.float64:
+    if _interprets(q):
         return _backward(dout, q, k, v, out, lse, dlse, softmax_scale, causal, want_dq, want_dkdv)
     checks.dense(q, k, v, softmax_scale)
     checks.gradient_inputs(dout, q, v, out, lse)
@@ -75,8 +98,12 @@ def _backward_meta(
 class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q, k, v, softmax_scale, causal):
-        with torch._C._AutoDispatchBelowAutograd():
-            out, lse = attn_fwd(q, k, v, softmax_scale, causal, True)
+        # With nothing listening in between, the kernel is called without a second way through the dispatcher.
+        if q.is_cuda and type(q) is type(k) is type(v) is torch.Tensor and not torch._C._len_torch_dispatch_stack():
+            out, lse = _forward(q, k, v, softmax_scale, causal)
+        else:
+            with torch._C._AutoDispatchBelowAutograd():
+                out, lse = attn_fwd(q, k, v, softmax_scale, causal)
         ctx.save_for_backward(q, k, v, out, lse)
         ctx.softmax_scale, ctx.causal = softmax_scale, causal
         ctx.set_materialize_grads(False)
@@ -99,7 +126,7 @@ def _attention_autograd(q, k, v, softmax_scale=None, causal=False):
 
 
 def _attention(q, k, v, softmax_scale=None, causal=False):
-    return attn_fwd(q, k, v, softmax_scale, causal, True)
+    return attn_fwd(q, k, v, softmax_scale, causal)
 
 
 _library.impl("attention", _attention_autograd, "Autograd")
@@ -108,10 +135,14 @@ for _key in ("CUDA", "CPU", "Meta"):
 _library.impl("attn_fwd", _forward, "CUDA")
 _library.impl("attn_fwd", _forward_cpu, "CPU")
 _library.impl("attn_fwd", _forward_meta, "Meta")
+_library.impl("attn_fwd.inference", _inference, "CUDA")
+_library.impl("attn_fwd.inference", _inference_cpu, "CPU")
+_library.impl("attn_fwd.inference", _inference_meta, "Meta")
 _library.impl("attn_bwd", _backward, "CUDA")
 _library.impl("attn_bwd", _backward_cpu, "CPU")
 _library.impl("attn_bwd", _backward_meta, "Meta")
 
 attention = torch.ops.flashattn.attention.default
 attn_fwd = torch.ops.flashattn.attn_fwd.default
+inference = torch.ops.flashattn.attn_fwd.inference
 attn_bwd = torch.ops.flashattn.attn_bwd.default

@@ -1,0 +1,6 @@
+"""python -m flashattn: the command of cli.py."""
+
+from .cli import main
+
+if __name__ == "__main__":
+    raise SystemExit(main())
