@@ -77,7 +77,9 @@ def list_entries(args) -> Report:
     total = sum(each["bytes"] for each in data)
     lines = [table(headers, rows)] if rows else []
     lines.append(f"{counted(len(data), 'entry')}, {size_text(total)}, in {store.root or 'no folder'}")
-    problems = _with(complaint, [f"{each['folder']}: {each['state']}: {each['label']}" for each in data if not each["target"]])
+    problems = _with(
+        complaint, [f"{each['folder']}: {each['state']}: {each['label']}" for each in data if not each["target"]]
+    )
     lines += [f"problem: {problem}" for problem in problems]
     return Report(text="\n".join(lines), data={"path": _text(store.root), "entries": data}, problems=problems)
 

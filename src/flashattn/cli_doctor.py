@@ -276,7 +276,9 @@ def _check_cache(current: Settings) -> Check:
     if complaint is None and root is not None:
         complaint = place.distrust(root / LAYOUT) or _unwritable(root)
     if complaint is not None:
-        instead = f"{root} is used instead" if root and str(root) not in complaint else "kernels are kept in memory only"
+        instead = (
+            f"{root} is used instead" if root and str(root) not in complaint else "kernels are kept in memory only"
+        )
         text = f"{complaint}; {instead}; set FLASHATTN_CACHE_DIR to a folder of your own"
         return Check(NOTE if current.disable_jit else PROBLEM, "cache", text)
     if not root.exists():

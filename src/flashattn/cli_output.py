@@ -54,7 +54,7 @@ def pairs(facts: dict[str, object], indent: str = "  ") -> str:
 
 
 def counted(number: int, noun: str) -> str:
-    """"1 kernel", "2 kernels", "2 entries"."""
+    """ "1 kernel", "2 kernels", "2 entries"."""
     plural = f"{noun[:-1]}ies" if noun.endswith("y") else f"{noun}s"
     return f"{number} {noun if number == 1 else plural}"
 

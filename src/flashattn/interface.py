@@ -63,7 +63,7 @@ def flash_attn_func(
             dropout_p, window_size, softcap, alibi_slopes, bias, sink, causal_alignment, seqused_q, seqused_k, out
         )  # fmt: skip
     if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
-        result, lse = ops.attention(q, k, v, softmax_scale, causal)
+        result, lse = ops.differentiable(q, k, v, softmax_scale, causal)
     elif return_lse or return_attn_probs:
         result, lse = ops.attn_fwd(q, k, v, softmax_scale, causal)
     else:

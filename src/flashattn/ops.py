@@ -99,7 +99,7 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q, k, v, softmax_scale, causal):
         # With nothing listening in between, the kernel is called without a second way through the dispatcher.
-        if q.is_cuda and type(q) is type(k) is type(v) is torch.Tensor and not torch._C._len_torch_dispatch_stack():
+        if q.is_cuda and _plain(q, k, v):
             out, lse = _forward(q, k, v, softmax_scale, causal)
         else:
             with torch._C._AutoDispatchBelowAutograd():
@@ -119,6 +119,11 @@ class _Attention(torch.autograd.Function):
         dout = torch.zeros_like(out) if dout is None else dout.to(out.dtype)
         dq, dk, dv = attn_bwd(dout, q, k, v, out, lse, dlse, ctx.softmax_scale, ctx.causal, want_q, want_k or want_v)
         return dq if want_q else None, dk if want_k else None, dv if want_v else None, None, None
+
+
+def _plain(q, k, v) -> bool:
+    """Whether nothing but autograd listens to what is done with these tensors: no subclass, no tracing."""
+    return type(q) is type(k) is type(v) is torch.Tensor and not torch._C._len_torch_dispatch_stack()
 
 
 def _attention_autograd(q, k, v, softmax_scale=None, causal=False):
@@ -146,3 +151,10 @@ attention = torch.ops.flashattn.attention.default
 attn_fwd = torch.ops.flashattn.attn_fwd.default
 inference = torch.ops.flashattn.attn_fwd.inference
 attn_bwd = torch.ops.flashattn.attn_bwd.default
+
+
+def differentiable(q, k, v, softmax_scale, causal):
+    """`attention`; in an eager call the same without a way through the dispatcher."""
+    if not torch.compiler.is_compiling() and _plain(q, k, v):
+        return _Attention.apply(q, k, v, softmax_scale, causal)
+    return attention(q, k, v, softmax_scale, causal)
