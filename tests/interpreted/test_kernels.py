@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 import torch
 
 import flashattn
-from flashattn import launch, reference
+from flashattn import launch, reference, settings
 
 LOW = [torch.float16, torch.bfloat16, torch.float32]
 LIMIT = {torch.float16: 4e-3, torch.bfloat16: 3e-2, torch.float32: 1e-5}
@@ -77,6 +79,27 @@ def test_huge_scores_do_not_overflow():
     out = flashattn.flash_attn_func(q, q, q, causal=True)
     assert (out == 133120).all()
     assert torch.isfinite(torch.autograd.grad(out.sum(), q)[0]).all()
+
+
+@pytest.mark.parametrize("block", [16, 32, 64, 128])
+def test_rows_without_a_key_do_not_depend_on_tiles(block, tmp_path, monkeypatch):
+    tile = {"block_m": block, "block_n": 144 - block if block == 128 else 64, "num_warps": 4, "num_stages": 1}
+    names = ("attn_fwd", "bwd_preprocess", "bwd_dkdv", "bwd_dq")
+    (tmp_path / "tiles.json").write_text(json.dumps(dict.fromkeys(names, tile)))
+    monkeypatch.setenv("FLASHATTN_TILES", str(tmp_path / "tiles.json"))
+    settings.reset()
+    launch.reset()
+    try:
+        q, k, v = (torch.randn(1, n, 1, 24).requires_grad_() for n in (50, 8, 8))
+        out, lse = flashattn.flash_attn_func(q, k, v, causal=True, return_lse=True)
+        dq = torch.autograd.grad(out.sum(), q)[0]
+        assert (out[:, :42] == 0).all() and (dq[:, :42] == 0).all() and (lse[..., :42] == float("-inf")).all()
+        check(torch.float32, 2, 1, 50, 8, 24, causal=True)
+        check(torch.float32, 1, 1, 150, 140, 24, causal=True)
+    finally:
+        monkeypatch.undo()
+        settings.reset()
+        launch.reset()
 
 
 def test_a_planted_fault_is_seen(monkeypatch):
