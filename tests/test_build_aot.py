@@ -1,12 +1,11 @@
-"""build_aot.py on a project of one small kernel: what it compiles, what it says, and what it must not contain."""
+"""build_aot.py on a project of one small kernel: what it compiles and what it says."""
 
 from __future__ import annotations
 
-import ast
 import json
 
 import pytest
-from tiny_project import ROOT, TinyProject
+from tiny_project import TinyProject
 
 
 @pytest.fixture
@@ -21,40 +20,6 @@ def manifest(project: TinyProject, target: str = "sm_90") -> dict:
 def objects(project: TinyProject) -> dict[str, int]:
     """Name -> time of each description in the work folder."""
     return {path.name: path.stat().st_mtime_ns for path in (project.root / ".aot" / "objects").glob("*.json")}
-
-
-def code_generation_in(source: str, kernel_words: set[str]) -> list[str]:
-    """What of a compiler, or of a particular kernel, the syntax tree of a build script holds."""
-    found = []
-    for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.Import | ast.ImportFrom):
-            modules = [alias.name for alias in node.names]
-            modules = [f"{node.module}.{name}" for name in modules] if isinstance(node, ast.ImportFrom) else modules
-            found += [name for name in modules if name.startswith(("triton", "torch", "flashattn.kernels"))]
-        words = [node.value] if isinstance(node, ast.Constant) else [getattr(node, "id", ""), getattr(node, "attr", "")]
-        words += [node.arg] if isinstance(node, ast.keyword) else []
-        found += [word for word in words if isinstance(word, str) and word in kernel_words]
-        found += [node.attr for node in ast.walk(node) if isinstance(node, ast.Attribute) and node.attr == "jit"]
-    return found
-
-
-def words_of_the_declared_kernels() -> set[str]:
-    """Names of kernels, parameters, constants and options in any spec of the core profile."""
-    from flashattn.declared import declared
-    from flashattn.specs import specs_of
-
-    words = {"num_warps", "num_stages", "enable_fp_fusion"}
-    for variant in declared("core", "sm_90"):
-        for spec in specs_of(variant, "sm_90"):
-            words |= {spec.module, spec.kernel, *dict(spec.signature), *dict(spec.constants), *dict(spec.options)}
-    return words
-
-
-def test_build_script_names_no_kernel_and_generates_no_code():
-    source = (ROOT / "build_aot.py").read_text()
-    words = words_of_the_declared_kernels()
-    assert code_generation_in(source, words) == []
-    assert code_generation_in("import triton\nx = dict(num_warps=4)\n@triton.jit\ndef f(): pass\n", words)
 
 
 def test_build_compiles_what_is_declared_without_torch_and_a_second_one_compiles_nothing(project):

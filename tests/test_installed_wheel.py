@@ -51,9 +51,12 @@ def installed(tmp_path_factory) -> Path:
 def bare_environment(folder: Path) -> dict[str, str]:
     """No program can be found, HOME cannot be written (not even by root), compiling and fallbacks are off."""
     (folder / "no_programs").mkdir()
+    (folder / "temporary").mkdir()
     return {
         "PATH": str(folder / "no_programs"),
         "HOME": os.devnull,
+        # Else what a user's cache in /tmp happens to hold would stand in for the wheel.
+        "TMPDIR": str(folder / "temporary"),
         "FLASHATTN_DISABLE_JIT": "1",
         "FLASHATTN_ON_AOT_MISS": "error",
     }
@@ -64,35 +67,92 @@ def manifests(installed: Path) -> dict[str, dict]:
     return {path.parent.name: json.loads(path.read_text()) for path in paths}
 
 
-def test_installed_wheel_serves_every_declared_kernel_with_nothing_but_a_driver(installed, tmp_path):
-    child = TESTS / "installed_wheel_child.py"
-    out = run(sys.executable, "-I", child, TESTS, installed, cwd=tmp_path, env=bare_environment(tmp_path))
-    report = json.loads(out.splitlines()[-1])
-    assert report.keys() == manifests(installed).keys()
-    for target, rows in report.items():
-        assert {row["source"] for row in rows} == {"wheel"}, target
-        assert not [row for row in rows if row["rejected"]], target
-        # Both ways: nothing that is declared is missing, and nothing else was packed.
-        assert {row["key"] for row in rows} == set(manifests(installed)[target]["entries"])
-
-
-def test_a_kernel_that_the_wheel_lacks_is_an_error_there(installed, tmp_path):
-    broken = tmp_path / "site"
-    shutil.copytree(installed, broken)
-    folder = next((broken / "flashattn" / "_aot").glob("sm_*"))
-    manifest = json.loads((folder / "MANIFEST.json").read_text())
-    entry = next(iter(manifest["entries"].values()))
-    (folder / entry["code"]).unlink()
-    done = subprocess.run(
-        [sys.executable, "-I", TESTS / "installed_wheel_child.py", TESTS, broken],
-        env=bare_environment(tmp_path),
+def serve(installed: Path, folder: Path) -> subprocess.CompletedProcess:
+    """Resolve, load and launch every declared kernel, in a process that has the installed wheel and little else."""
+    return subprocess.run(
+        [sys.executable, "-I", TESTS / "installed_wheel_child.py", TESTS, installed],
+        cwd=folder,
+        env=bare_environment(folder),
         capture_output=True,
         text=True,
         check=False,
     )
+
+
+def faults(report: dict[str, list[dict]], installed: Path) -> list[str]:
+    """What of the declared kernels did not come from the wheel, and what the wheel holds beside them."""
+    found = []
+    for target, manifest in manifests(installed).items():
+        rows = {row["key"]: row for row in report[target]}
+        found += [f"{target}: {row}" for row in rows.values() if row["source"] != "wheel" or row["rejected"]]
+        found += [f"{target}: not packed: {key}" for key in rows.keys() - manifest["entries"].keys()]
+        found += [f"{target}: not declared: {key}" for key in manifest["entries"].keys() - rows.keys()]
+    return found
+
+
+def test_installed_wheel_serves_every_declared_kernel_with_nothing_but_a_driver(installed, tmp_path):
+    done = serve(installed, tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    report = json.loads(done.stdout.splitlines()[-1])
+    assert report.keys() == manifests(installed).keys()
+    assert all(report.values())
+    assert faults(report, installed) == []
+
+
+def _remove_the_code(folder: Path, manifest: dict, key: str) -> None:
+    (folder / manifest["entries"][key]["code"]).unlink()
+
+
+def _remove_the_entry(folder: Path, manifest: dict, key: str) -> None:
+    del manifest["entries"][key]
+
+
+def _damage_the_code(folder: Path, manifest: dict, key: str) -> None:
+    path = folder / manifest["entries"][key]["code"]
+    path.write_bytes(path.read_bytes()[:-1] + b"?")
+
+
+def _edit_a_kernel(folder: Path, manifest: dict, key: str) -> None:
+    with (folder.parents[1] / "kernels" / "flash_common.py").open("a") as file:
+        file.write("edited = 1\n")
+
+
+@pytest.mark.parametrize(
+    ("plant", "reason"),
+    [
+        (_remove_the_code, "corrupt"),
+        (_remove_the_entry, "not built"),
+        (_damage_the_code, "corrupt"),
+        (_edit_a_kernel, "source"),
+    ],
+)
+def test_a_kernel_that_the_wheel_lacks_is_an_error_there(installed, tmp_path, plant, reason):
+    broken = tmp_path / "site"
+    shutil.copytree(installed, broken)
+    folder = next((broken / "flashattn" / "_aot").glob("sm_*"))
+    manifest = json.loads((folder / "MANIFEST.json").read_text())
+    key, entry = next(iter(manifest["entries"].items()))
+    plant(folder, manifest, key)
+    (folder / "MANIFEST.json").write_text(json.dumps(manifest))
+    done = serve(broken, tmp_path)
     assert done.returncode != 0
     assert "KernelMissing" in done.stderr
-    assert entry["label"].split("[")[0] in done.stderr
+    assert f"({reason}: " in done.stderr
+    # Without its sources no kernel of the wheel is used, and the first that is asked for is named.
+    assert entry["label"].split("[")[0] in done.stderr or plant is _edit_a_kernel
+
+
+def test_a_kernel_that_is_packed_and_not_declared_is_told(installed, tmp_path):
+    site = tmp_path / "site"
+    shutil.copytree(installed, site)
+    folder = next((site / "flashattn" / "_aot").glob("sm_*"))
+    manifest = json.loads((folder / "MANIFEST.json").read_text())
+    manifest["entries"]["0" * 64] = next(iter(manifest["entries"].values()))
+    (folder / "MANIFEST.json").write_text(json.dumps(manifest))
+    done = serve(site, tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    report = json.loads(done.stdout.splitlines()[-1])
+    assert faults(report, site) == [f"{folder.name}: not declared: {'0' * 64}"]
 
 
 def sections(elf: bytes):

@@ -73,6 +73,8 @@ def test_wheel_serves_every_python_and_platform(project, tmp_path):
     with zipfile.ZipFile(wheel) as archive:
         info = next(name for name in archive.namelist() if name.endswith(".dist-info/METADATA"))
         metadata = archive.read(info).decode()
+        entry_points = archive.read(info.replace("METADATA", "entry_points.txt")).decode()
+    assert entry_points.split() == ["[console_scripts]", "flashattn", "=", "flashattn.cli:main"]
     assert "Requires-Python: >=3.10" in metadata
     for requirement in ("torch>=2.10", 'triton>=3.6; sys_platform == "linux"', "filelock"):
         assert f"Requires-Dist: {requirement}\n" in metadata

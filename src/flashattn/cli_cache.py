@@ -66,11 +66,10 @@ def list_entries(args) -> Report:
             continue
         whole = isinstance(found, Artifact)
         state = _state(found, digest, tools) if whole else found.reason
-        label = found.label if whole else f"(damaged: {found.text})"
+        label = found.label if whole else found.text
         target = found.meta["target"] if whole else ""
         age = age_text(now - entry.used)
-        rows.append((entry.key[:12], target, size_text(entry.bytes), age, state, label.partition(f"[{target} ")[0]))
-        rows[-1] = (*rows[-1][:5], _short(label))
+        rows.append((entry.key[:12], target, size_text(entry.bytes), age, state, _short(label) if whole else label))
         facts = {"artifact_key": entry.key, "target": target, "bytes": entry.bytes, "used": entry.used}
         data.append({**facts, "state": state, "label": label, "folder": str(entry.folder)})
     headers = ("entry", "target", "size", "unused for", "state", "kernel")

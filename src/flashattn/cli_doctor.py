@@ -8,6 +8,9 @@ import platform
 import re
 import sys
 import tempfile
+import textwrap
+from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -29,14 +32,16 @@ from .cli_sources import (
 )
 from .jit import place
 from .jit.compile import code_environment
+from .jit.decision import CACHE, WHEEL
 from .jit.driver import DeviceInfo, DriverError
 from .jit.spec import source_digest
 from .jit.store import LAYOUT, UserStore
 from .jit.targets import SUPPORTED, target_of
-from .jit.wheel import MANIFEST, Miss
+from .jit.wheel import Miss
 from .settings import Settings
 
 OLDEST_TORCH, OLDEST_TRITON = (2, 10), (3, 6)
+_WIDTH = 96
 OK, NOTE, PROBLEM = "ok", "note", "problem"
 
 
@@ -149,15 +154,16 @@ def _gpu_data(gpu: DeviceInfo) -> dict:
 
 def doctor(args) -> Report:
     """Whether each part works, with the reason where it does not."""
-    checks, current = _check_settings()
-    probe = Probe(current)
+    checks, given = _check_settings()
+    current = given or Settings()
     found, targets = _check_gpus()
     targets = args.target or targets
     checks += [_check_torch(bool(targets) and not args.target), *found]
-    covered = bool(targets)
+    covered, probe = bool(targets), Probe(replace(current, force_jit=False))
     for target in targets:
-        check, complete = _check_wheel(probe, target)
-        checks.append(check)
+        # Which kernels a call asks for depends on the settings. What is there does not depend on FLASHATTN_FORCE_JIT.
+        check, complete = _check_kernels(probe, target) if given else (None, False)
+        checks += [check] if check else []
         covered = covered and complete
     checks += [_check_jit(current, bool(targets), covered), _check_cache(current)]
     tainted = code_environment()
@@ -166,17 +172,27 @@ def doctor(args) -> Report:
         checks.append(Check(NOTE, "environment", text))
     problems = tuple(f"{check.name}: {check.text}" for check in checks if check.level == PROBLEM)
     count = counted(len(problems), "problem")
-    text = f"{table(Check._fields, checks)}\n{count if problems else 'No problem was found.'}"
+    rows = [row for check in checks for row in _lines(check)]
+    text = f"{table(Check._fields, rows)}\n{count if problems else 'No problem was found.'}"
     return Report(text=text, data={"checks": [check._asdict() for check in checks]}, problems=problems)
 
 
-def _check_settings() -> tuple[list[Check], Settings]:
-    """What is wrong with the variables, and the settings to look at the rest with."""
+def _lines(check: Check) -> list[tuple[str, str, str]]:
+    """The rows of a table that `check` takes: its text is broken into lines."""
+    parts = textwrap.wrap(check.text, _WIDTH, break_long_words=False, break_on_hyphens=False)
+    return [(check.level, check.name, parts[0]), *(("", "", part) for part in parts[1:])]
+
+
+def _check_settings() -> tuple[list[Check], Settings | None]:
+    """What is wrong with the variables; and the settings, if they can be read."""
     try:
         current = checked_settings()
         checks = [Check(OK, "settings", "every FLASHATTN_* variable can be read")]
     except Usage as error:
-        current, checks = Settings(), [Check(PROBLEM, "settings", f"{error} (the defaults are looked at below)")]
+        text = (
+            f"{error}. Every call raises this; what is said below is for the defaults, and the wheel is not looked at"
+        )
+        current, checks = None, [Check(PROBLEM, "settings", text)]
     for name, nearest in unknown_variables().items():
         text = f"{name} is set and is no variable of flashattn: did you mean {nearest}?"
         checks.append(Check(PROBLEM, "settings", text))
@@ -230,29 +246,34 @@ def _check_gpu(gpu: DeviceInfo) -> Check:
     return Check(OK, name, f"{gpu.name}, {gpu.target}, {gpu.driver}")
 
 
-def _check_wheel(probe: Probe, target: str) -> tuple[Check, bool]:
-    """What the wheel has for `target`, and whether that is all that is declared."""
-    name = f"wheel {target}"
+def _check_kernels(probe: Probe, target: str) -> tuple[Check, bool]:
+    """Where the declared kernels for `target` are, and whether none of them would have to be compiled."""
+    wanted = declared_specs("core", target)
+    count = Counter(probe.find(spec).source for spec in wanted.values())
+    level, why = _wheel_trouble(probe, target, count[WHEEL] == len(wanted))
+    where = f"of {counted(len(wanted), 'kernel')} of the core profile {count[WHEEL]} are in the wheel"
+    text = f"{why}{where} and {count[CACHE]} in the cache"
+    complete = count[WHEEL] + count[CACHE] == len(wanted)
+    obstacle = probe.obstacle() or ""
+    if complete:
+        return Check(level, target, text), True
+    if obstacle.startswith(settings.PREFIX):
+        return Check(PROBLEM, target, f"{text}; the others raise KernelMissing, since {obstacle}"), False
+    return Check(level, target, f"{text}; the others are compiled on first call"), False
+
+
+def _wheel_trouble(probe: Probe, target: str, complete: bool) -> tuple[str, str]:
+    """The level of what is wrong with the wheel's folder for `target`, and the beginning of a sentence on it."""
     if target not in SUPPORTED:
-        text = f"JIT only: no wheel holds kernels for {target}, so each is compiled on first call; supported by a wheel"
-        return Check(NOTE, name, f"{text} are {', '.join(SUPPORTED)}"), False
+        return NOTE, f"JIT only: no wheel holds kernels for {target} (it can for {', '.join(SUPPORTED)}); "
     wheel = probe.wheel(target)
     found = wheel.manifest()
     if isinstance(found, Miss):
-        level = NOTE if found.reason == "not built" else PROBLEM
-        return Check(level, name, f"{found.reason}: {found.text}; kernels are compiled on first call"), False
+        return NOTE if found.reason == "not built" else PROBLEM, f"the wheel: {found.reason}: {found.text}; "
     digest = wheel.source_digest(probe.digest)
     if isinstance(digest, Miss):
-        text = f"{digest.reason}: {digest.text}; kernels are compiled on first call"
-        return Check(PROBLEM, name, text), False
-    wanted = declared_specs("core", target)
-    sources = [probe.find(spec).source for spec in wanted.values()]
-    usable = sources.count("wheel")
-    text = f"{usable} of {counted(len(wanted), 'kernel')} of the core profile"
-    if usable == len(wanted):
-        return Check(OK, name, text), True
-    advice = f"{MANIFEST} lists {len(found['entries'])}; `python -m flashattn verify` names what is wrong"
-    return Check(PROBLEM, name, f"{text}; {advice}"), False
+        return PROBLEM, f"the wheel: {digest.reason}: {digest.text}; "
+    return (OK, "") if complete else (PROBLEM, "`python -m flashattn verify` names what is wrong with the wheel; ")
 
 
 def _check_jit(current: Settings, has_target: bool, covered: bool) -> Check:

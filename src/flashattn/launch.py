@@ -10,7 +10,7 @@ import torch
 from . import checks, declared, settings, specs
 from ._version import __version__
 from .jit.resolve import Resolver
-from .jit.targets import target_of
+from .jit.targets import SUPPORTED, target_of
 from .variants import BwdVariant, FwdVariant
 
 _FOLDER = Path(__file__).parent
@@ -40,6 +40,9 @@ def resolver() -> Resolver:
 
 
 def _declared_keys(target: str) -> frozenset[str]:
+    """What a wheel should hold for `target`: nothing for one that is compiled on first call only."""
+    if target not in SUPPORTED:
+        return frozenset()
     return frozenset(
         spec.key for variant in declared.declared("core", target) for spec in specs.specs_of(variant, target)
     )
@@ -256,5 +259,5 @@ def explain(q, k, v, causal: bool = False, target: str | None = None) -> str:
         lines.append(f"{variant} on {name}")
         for spec in wanted:
             decision = resolver().decision(spec.key)
-            lines.append(f"  {spec.label()}: {decision.describe() if decision else 'not asked for yet'}")
+            lines.append(f"  {decision.describe() if decision else spec.label() + ': not asked for yet'}")
     return "\n".join(lines)

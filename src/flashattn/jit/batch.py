@@ -7,6 +7,7 @@ import os
 import select
 import signal
 import sys
+import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterator
@@ -27,13 +28,15 @@ def compile_all(
     """
     outcomes, todo = {}, list(specs)
     while todo:
-        # After a crash the next child goes on with the spec after the one that crashed.
-        for outcome in _in_child(todo, source_digest, publish, logs, timeout):
-            outcomes[todo.pop(0).key] = outcome
+        # After a crash the next child goes on with the spec after the one that crashed; what its compiler left lying
+        # about goes with this folder.
+        with tempfile.TemporaryDirectory(prefix="flashattn-") as folder:
+            for outcome in _in_child(todo, source_digest, publish, logs, timeout, folder):
+                outcomes[todo.pop(0).key] = outcome
     return outcomes
 
 
-def _in_child(todo, source_digest, publish, logs, timeout) -> Iterator[dict]:
+def _in_child(todo, source_digest, publish, logs, timeout, folder) -> Iterator[dict]:
     """Outcomes of `todo` in order, up to and with the first one that ends the child process."""
     waiting = list(todo)
     reader, writer = os.pipe()
@@ -41,6 +44,7 @@ def _in_child(todo, source_digest, publish, logs, timeout) -> Iterator[dict]:
     if child == 0:
         try:
             os.close(reader)
+            os.environ["TMPDIR"] = tempfile.tempdir = folder
             for spec in waiting:
                 outcome = _compile_logged(spec, source_digest, publish, _log(logs, spec))
                 os.write(writer, json.dumps(outcome).encode() + b"\n")
