@@ -121,3 +121,12 @@ def test_settings_are_shown_as_text_with_defaults():
     assert shown["FLASHATTN_AOT_TARGETS"] == "sm_80,sm_90"
     assert shown["FLASHATTN_CACHE_DIR"] == "${XDG_CACHE_HOME:-~/.cache}/flashattn"
     assert shown["FLASHATTN_LOG_LEVEL"] == "info"
+
+
+def test_the_documented_table_is_the_one_in_code():
+    text = (Path(__file__).parents[1] / "docs" / "jit-and-wheel.md").read_text()
+    rows = [line for line in text.splitlines() if line.startswith("| `FLASHATTN_") and line.count("|") == 4]
+    assert len(rows) == len(TABLE)
+    for row, variable in zip(rows, TABLE, strict=True):
+        name, default, text = (cell.strip() for cell in row.strip("|").split("|"))
+        assert (name, default.replace("`", ""), text) == (f"`{variable.name}`", variable.default, variable.help)

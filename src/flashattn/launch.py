@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
 from . import checks, declared, settings, specs
 from ._version import __version__
-from .jit.resolve import Resolver
 from .jit.targets import SUPPORTED, target_of
 from .variants import BwdVariant, FwdVariant
+
+if TYPE_CHECKING:
+    from .jit.resolve import Resolver
 
 _FOLDER = Path(__file__).parent
 _plans: dict[tuple, dict] = {}
@@ -28,6 +31,9 @@ def resolver() -> Resolver:
     """The one of this process."""
     global _resolver
     if _resolver is None:
+        # A third of what importing the package would cost.
+        from .jit.resolve import Resolver
+
         current = settings.get()
         _resolver = Resolver(
             settings=current,
