@@ -17,13 +17,16 @@ LIMIT = {torch.float16: 4e-3, torch.bfloat16: 3e-2, torch.float32: 1e-5}
 @pytest.fixture(autouse=True)
 def nan_filled_outputs(monkeypatch):
     assert launch.interpreting(), "run with TRITON_INTERPRET=1"
-    empty = torch.empty
 
-    def filled(*args, **kwargs):
-        tensor = empty(*args, **kwargs)
-        return tensor.fill_(float("nan")) if tensor.is_floating_point() else tensor
+    def filled(make):
+        def made(*args, **kwargs):
+            tensor = make(*args, **kwargs)
+            return tensor.fill_(float("nan")) if tensor.is_floating_point() else tensor
 
-    monkeypatch.setattr(launch.torch, "empty", filled)
+        return made
+
+    for owner, name in ((torch, "empty"), (torch, "empty_like"), (torch.Tensor, "new_empty")):
+        monkeypatch.setattr(owner, name, filled(getattr(owner, name)))
 
 
 def check(dtype, heads_q, heads_k, seqlen_q, seqlen_k, dim, dim_v=None, softmax_scale=None, causal=False):
