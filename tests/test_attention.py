@@ -316,6 +316,25 @@ def test_a_wrong_call_names_the_argument_and_what_is_accepted(case):
         flashattn.flash_attn_func(*change(*make(torch.float32, 2, 4, 2, 5, 6, 8, grad=False)))
 
 
+WRONG_GRADIENTS = {
+    "dout": (lambda x: x.double(), TypeError, "dout is torch.float64 but q is torch.float32"),
+    "out": (lambda x: x[:, 1:], ValueError, r"out has shape \(2, 4, 4, 8\), expected \(2, 5, 4, 8\)"),
+    "lse": (lambda x: x.transpose(1, 2), ValueError, r"lse has shape \(2, 5, 4\).*expected \(2, 4, 5\)"),
+    "dlse": (lambda x: x.half(), TypeError, "dlse is torch.float16, expected torch.float32"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG_GRADIENTS)
+def test_a_wrong_backward_call_names_the_argument(name):
+    q, k, v = make(torch.float32, 2, 4, 2, 5, 6, 8, grad=False)
+    out, lse = torch.ops.flashattn.attn_fwd(q, k, v)
+    given = {"dout": out, "out": out, "lse": lse, "dlse": lse}
+    change, error, text = WRONG_GRADIENTS[name]
+    given[name] = change(given[name])
+    with pytest.raises(error, match=text):
+        torch.ops.flashattn.attn_bwd(given["dout"], q, k, v, given["out"], given["lse"], given["dlse"])
+
+
 def test_a_scale_that_is_not_finite_is_refused():
     with pytest.raises(ValueError, match="softmax_scale is nan"):
         flashattn.flash_attn_func(*make(torch.float32, 1, 1, 1, 4, 4, 8), softmax_scale=float("nan"))

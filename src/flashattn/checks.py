@@ -65,7 +65,7 @@ def _explain(q, k, v, softmax_scale) -> None:
         raise ValueError(f"attention: softmax_scale is {softmax_scale}, expected a finite number or None")
 
 
-def gradient_inputs(dout, q, v, out, lse) -> None:
+def gradient_inputs(dout, q, v, out, lse, dlse=None) -> None:
     """Raise unless the tensors that a forward handed to its backward have the shapes it made them with."""
     expected = (*q.shape[:3], v.shape[3])
     for name, tensor in (("dout", dout), ("out", out)):
@@ -76,8 +76,15 @@ def gradient_inputs(dout, q, v, out, lse) -> None:
         if tensor.dtype != q.dtype:
             raise TypeError(f"attn_bwd: {name} is {tensor.dtype} but q is {q.dtype}")
     rows = (q.shape[0], q.shape[2], q.shape[1])
-    if tuple(lse.shape) != rows or lse.device != q.device:
-        raise ValueError(f"attn_bwd: lse has shape {tuple(lse.shape)} on {lse.device}, expected {rows} on {q.device}")
+    wanted = torch.float64 if q.dtype == torch.float64 else torch.float32
+    for name, tensor in (("lse", lse), ("dlse", dlse)):
+        if tensor is None:
+            continue
+        if tuple(tensor.shape) != rows or tensor.device != q.device:
+            found = f"{name} has shape {tuple(tensor.shape)} on {tensor.device}"
+            raise ValueError(f"attn_bwd: {found}, expected {rows} on {q.device}")
+        if tensor.dtype != wanted:
+            raise TypeError(f"attn_bwd: {name} is {tensor.dtype}, expected {wanted}")
 
 
 def not_built(function: str, **features) -> None:

@@ -229,13 +229,14 @@ def backward(dout, q, k, v, out, lse, dlse, softmax_scale, causal: bool, want_dq
     inputs = q_strides + k_strides + v_strides + dout_strides
     dq_strides, dkdv_strides = _whole(q.shape), _whole(k.shape) + _whole(v.shape)
     strides = inputs + out_strides + dq_strides + dkdv_strides
-    is_aligned = _is_aligned(q.element_size(), strides, q, k, v, dout, out, lse, delta, dq, dk, dv)
+    extra = () if dlse is None else (dlse.contiguous(),)
+    is_aligned = _is_aligned(q.element_size(), strides, q, k, v, dout, out, lse, delta, dq, dk, dv, *extra)
     kernels = _kernels(("bwd", dtype, head_dim, head_dim_v, causal, is_aligned), device)
     rows = heads_q * batch
     kernel = kernels["bwd_preprocess"]
     kernel(
         -(-seqlen_q // kernel.block_m) * rows,
-        (out, dout, _NULL if dlse is None else dlse.contiguous(), delta),
+        (out, dout, *(extra or (_NULL,)), delta),
         out_strides + dout_strides,
         (heads_q, seqlen_q, int(dlse is not None)),
     )

@@ -72,7 +72,7 @@ def _backward(
     dout, q, k, v, out, lse, dlse=None, softmax_scale=None, causal=False, want_dq=True, want_dkdv=True
 ):  # fmt: skip
     checks.dense(q, k, v, softmax_scale)
-    checks.gradient_inputs(dout, q, v, out, lse)
+    checks.gradient_inputs(dout, q, v, out, lse, dlse)
     return launch.backward(dout, q, k, v, out, lse, dlse, softmax_scale, causal, want_dq, want_dkdv)
 
 
@@ -82,7 +82,7 @@ def _backward_cpu(
     if _interprets(q):
         return _backward(dout, q, k, v, out, lse, dlse, softmax_scale, causal, want_dq, want_dkdv)
     checks.dense(q, k, v, softmax_scale)
-    checks.gradient_inputs(dout, q, v, out, lse)
+    checks.gradient_inputs(dout, q, v, out, lse, dlse)
     dq, dk, dv = reference.attention_backward(dout, q, k, v, out, lse, dlse, softmax_scale, causal)
     return dq if want_dq else q.new_empty(0), *((dk, dv) if want_dkdv else (q.new_empty(0), q.new_empty(0)))
 
@@ -90,7 +90,7 @@ def _backward_cpu(
 def _backward_meta(
     dout, q, k, v, out, lse, dlse=None, softmax_scale=None, causal=False, want_dq=True, want_dkdv=True
 ):  # fmt: skip
-    checks.gradient_inputs(dout, q, v, out, lse)
+    checks.gradient_inputs(dout, q, v, out, lse, dlse)
     dq = q.new_empty(q.shape if want_dq else (0,))
     return dq, *(q.new_empty(x.shape if want_dkdv else (0,)) for x in (k, v))
 

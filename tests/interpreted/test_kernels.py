@@ -113,3 +113,18 @@ def test_a_planted_fault_is_seen(monkeypatch):
     monkeypatch.setattr(module, "visible", lambda m, n, causal, device=None: right(m, n + 1, causal, device)[:, :n])
     with pytest.raises(AssertionError):
         check(torch.float32, 1, 1, 33, 33, 16, causal=True)
+
+
+def test_gradient_of_lse_may_start_anywhere(monkeypatch):
+    """It is not promised to be aligned to a kernel that was told so."""
+    seen, kernels = [], launch._kernels
+    monkeypatch.setattr(launch, "_kernels", lambda facts, device: seen.append(facts[-1]) or kernels(facts, device))
+    q, k, v = (torch.randn(1, 32, 2, 16) for _ in range(3))
+    out, lse = torch.ops.flashattn.attn_fwd(q, k, v)
+    dlse = torch.randn(lse.numel() + 1)
+    grads = [
+        torch.ops.flashattn.attn_bwd(out, q, k, v, out, lse, given)
+        for given in (dlse[1:].view(lse.shape), dlse[1:].clone().view(lse.shape))
+    ]
+    assert all(torch.equal(a, b) for a, b in zip(*grads, strict=True))
+    assert seen == [True, False, True]
