@@ -30,7 +30,9 @@ def make(dtype, batch, heads_q, heads_k, seqlen_q, seqlen_k, dim, dim_v=None, de
 def poison(device):
     """Leave NaN in what the allocator hands out next."""
     if device == "cuda":
-        torch.full((1 << 24,), float("nan"), device=device)
+        # The allocator keeps small and large blocks apart.
+        blocks = [torch.full((n,), float("nan"), device=device) for n in (1 << 24, *[1 << 16] * 32, *[1 << 8] * 64)]
+        del blocks
 
 
 def everything(function, q, k, v, dout, dlse, **options):
@@ -70,7 +72,9 @@ def plain(q, k, v, softmax_scale=None, causal=False):
     scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
     group = q.shape[2] // k.shape[2]
     qh, kh, vh = q.transpose(1, 2), *(x.transpose(1, 2).repeat_interleave(group, 1) for x in (k, v))
-    keep = reference.visible(q.shape[1], k.shape[1], causal, q.device)
+    rows = torch.arange(q.shape[1], device=q.device)[:, None]
+    columns = torch.arange(k.shape[1], device=q.device)[None]
+    keep = (columns <= rows + k.shape[1] - q.shape[1]) | (not causal)
     s = ((qh @ kh.transpose(-1, -2)) * scale).float().masked_fill(~keep, float("-inf"))
     empty = ~keep.any(-1)
     p = torch.softmax(s.masked_fill(empty[:, None], 0), -1).masked_fill(~keep, 0)
@@ -251,9 +255,73 @@ def test_only_the_asked_gradients_are_computed(device):
 
 def test_double_backward_raises():
     q, k, v = make(torch.float32, 1, 1, 1, 4, 4, 8)
-    (grad,) = torch.autograd.grad(flashattn.flash_attn_func(q, k, v).sum(), q, create_graph=True)
-    with pytest.raises(RuntimeError, match="does not require grad"):
-        grad.sum().backward()
+    out = flashattn.flash_attn_func(q, k, v)
+    (grad,) = torch.autograd.grad(out.sum(), q, create_graph=True)
+    with pytest.raises(NotImplementedError, match="no second derivative"):
+        (grad.square().sum() + out.square().sum()).backward()
+
+
+@pytest.mark.parametrize(("causal", "seqlen_q", "seqlen_k"), [(False, 7, 9), (True, 9, 9), (True, 5, 9), (True, 9, 5)])
+def test_reference_is_torch_s_attention_with_an_explicit_mask(causal, seqlen_q, seqlen_k):
+    q, k, v = make(torch.float64, 2, 4, 2, seqlen_q, seqlen_k, 8, grad=False)
+    mask = torch.tensor(
+        [[not causal or j <= i + seqlen_k - seqlen_q for j in range(seqlen_k)] for i in range(seqlen_q)]
+    )
+    got = reference.attention(q, k, v, 0.3, causal)[0]
+    wide = (x.transpose(1, 2).repeat_interleave(2, 1) for x in (k, v))
+    want = torch.nn.functional.scaled_dot_product_attention(q.transpose(1, 2), *wide, attn_mask=mask, scale=0.3)
+    seen = mask.any(1)
+    torch.testing.assert_close(got[:, seen], want.transpose(1, 2)[:, seen])
+    assert (got[:, ~seen] == 0).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_autocast_does_not_change_the_reference(dtype):
+    q, k, v = make(dtype, 1, 2, 2, 20, 30, 16)
+    want, want_lse = flashattn.flash_attn_func(q, k, v, return_lse=True)
+    with torch.autocast("cpu", torch.bfloat16):
+        out, lse = flashattn.flash_attn_func(q, k, v, return_lse=True)
+    assert torch.equal(out, want) and torch.equal(lse, want_lse)
+    assert torch.equal(torch.autograd.grad(out.sum(), q)[0], torch.autograd.grad(want.sum(), q)[0])
+
+
+def test_transforms_are_refused_not_answered_wrongly():
+    q, k, v = make(torch.float32, 1, 1, 1, 4, 4, 8, grad=False)
+
+    def attend(x):
+        return flashattn.flash_attn_func(x, k, v)
+
+    for transformed in (
+        lambda: torch.func.jvp(attend, (q,), (torch.ones_like(q),)),
+        lambda: torch.func.grad(lambda x: attend(x).sum())(q),
+        lambda: torch.vmap(attend)(torch.stack([q, q])),
+    ):
+        with pytest.raises(NotImplementedError, match=r"torch\.func transforms"):
+            transformed()
+
+
+WRONG_SCALARS = {
+    "a tensor as scale": ({"softmax_scale": torch.tensor(0.1)}, TypeError, "softmax_scale is a tensor"),
+    "text as scale": ({"softmax_scale": "x"}, TypeError, "softmax_scale is 'x'"),
+    "a scale float32 cannot hold": ({"softmax_scale": 1e39}, ValueError, "softmax_scale is 1e.39"),
+    "causal": ({"causal": None}, TypeError, "causal is None, expected True or False"),
+    "no window": ({"window_size": None}, ValueError, "window_size is None"),
+    "half a window": ({"window_size": (-1,)}, ValueError, "window_size is"),
+    "a broken window": ({"window_size": (-1.9, -1)}, ValueError, "window_size is"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG_SCALARS)
+def test_a_wrong_option_names_the_argument(case):
+    options, error, text = WRONG_SCALARS[case]
+    with pytest.raises(error, match=text):
+        flashattn.flash_attn_func(*make(torch.float32, 1, 1, 1, 4, 4, 8), **options)
+
+
+def test_causal_may_be_an_integer_and_the_scale_too():
+    q, k, v = make(torch.float32, 1, 1, 1, 4, 4, 8)
+    want = flashattn.flash_attn_func(q, k, v, softmax_scale=1.0, causal=True)
+    assert torch.equal(flashattn.flash_attn_func(q, k, v, softmax_scale=1, causal=1), want)
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -387,7 +455,7 @@ def test_graph_replay_equals_eager():
 
 @pytest.mark.gpu
 def test_offsets_beyond_int32():
-    """k is stored sequence-major, 92,160 elements from a row to the next; the last rows of q lie past 2^31 elements."""
+    """k is stored sequence-major, 92,160 elements from a row to the next; so its last rows lie past 2^31 elements."""
     storage = torch.randn(24000, 720, 128, device="cuda", dtype=torch.float16)
     k = storage.transpose(0, 1)[:, :, None]
     q = torch.randn(720, 8, 1, 128, device="cuda", dtype=torch.float16)

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import math
-
 import torch
 
 from .variants import MAX_HEAD_DIM
 
 DTYPE_NAMES = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32"}
 _ACCEPTED = "float16, bfloat16 or float32 (float64 on the CPU)"
+# What is multiplied by log2(e) in float32.
+MAX_SCALE = 2.0**127
 _LAYOUT = "(batch, seqlen, heads, head_dim)"
 
 
@@ -28,7 +28,7 @@ def dense(q, k, v, softmax_scale=None) -> None:
             and 0 < head_dim == head_dim_k <= MAX_HEAD_DIM
             and 0 < head_dim_v <= MAX_HEAD_DIM
             and device == k.device == v.device
-            and (softmax_scale is None or math.isfinite(softmax_scale))
+            and (softmax_scale is None or -MAX_SCALE < softmax_scale < MAX_SCALE)
         ):
             return
     _explain(q, k, v, softmax_scale)
@@ -61,8 +61,29 @@ def _explain(q, k, v, softmax_scale) -> None:
     for name, size in (("q", head_dim), ("v", v.shape[3])):
         if not 1 <= size <= MAX_HEAD_DIM:
             raise ValueError(f"attention: head_dim of {name} is {size}, expected 1 to {MAX_HEAD_DIM}")
-    if softmax_scale is not None and not math.isfinite(softmax_scale):
-        raise ValueError(f"attention: softmax_scale is {softmax_scale}, expected a finite number or None")
+    if softmax_scale is not None and not -MAX_SCALE < softmax_scale < MAX_SCALE:
+        raise ValueError(f"attention: softmax_scale is {softmax_scale}, expected None or a number within {MAX_SCALE:g}")
+
+
+def scalars(causal, softmax_scale) -> tuple:
+    """(causal, softmax_scale) as a bool and a float or None. Raises TypeError for what is neither."""
+    if type(causal) is not bool and causal not in (0, 1):
+        raise TypeError(f"flash_attn_func: causal is {causal!r}, expected True or False")
+    if isinstance(softmax_scale, torch.Tensor):
+        raise TypeError(
+            "flash_attn_func: softmax_scale is a tensor, expected a number or None; a scale that needs a gradient, "
+            "or that only the GPU knows, is multiplied into q"
+        )
+    if softmax_scale is not None and not isinstance(softmax_scale, (int, float, torch.SymFloat, torch.SymInt)):
+        raise TypeError(f"flash_attn_func: softmax_scale is {softmax_scale!r}, expected a number or None")
+    return bool(causal), softmax_scale if softmax_scale is None else float(softmax_scale)
+
+
+def refuse_transforms() -> None:
+    raise NotImplementedError(
+        "flash_attn_func: torch.func transforms (grad, vmap, jvp) and forward-mode derivatives are not supported; "
+        "call it outside of them, with the batch in dimension 0, and use torch.autograd for gradients"
+    )
 
 
 def gradient_inputs(dout, q, v, out, lse, dlse=None) -> None:

@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
+import operator
+
 import torch
+from torch.autograd import forward_ad
 
 from . import checks, ops
 
 
 def _open(window_size) -> bool:
     """Whether a window is no window. Raises ValueError for negative bounds other than -1."""
-    left, right = (-1 if bound is None else int(bound) for bound in window_size)
-    for bound in (left, right):
-        if bound < -1:
-            raise ValueError(f"flash_attn_func: window_size is {tuple(window_size)}; a bound is -1, None or at least 0")
-    return left == -1 and right == -1
+    try:
+        left, right = window_size
+        bounds = [-1 if bound is None else operator.index(bound) for bound in (left, right)]
+    except (TypeError, ValueError):
+        bounds = [-2]
+    if min(bounds) < -1:
+        raise ValueError(
+            f"flash_attn_func: window_size is {window_size!r}, expected (left, right), each -1, None or at least 0"
+        )
+    return max(bounds) == -1
 
 
 def flash_attn_func(
@@ -42,7 +50,7 @@ def flash_attn_func(
     q [batch, seqlen_q, heads_q, head_dim], k [batch, seqlen_k, heads_k, head_dim], v [batch, seqlen_k, heads_k,
     head_dim_v]; one of float16, bfloat16, float32 (float64 too on the CPU); head dims 1 to 256; heads_q a multiple of
     heads_k. Any strides; a tensor whose last dimension is not contiguous is copied once.
-    softmax_scale: default head_dim ** -0.5; may be zero or negative.
+    softmax_scale: a number, default head_dim ** -0.5; may be zero or negative.
     causal: query i sees key j where j <= i + seqlen_k - seqlen_q (aligned bottom-right).
     deterministic: accepted; gradients are the same bits on every run anyway.
     return_lse: also return the natural log-sum-exp [batch, heads_q, seqlen_q], float32, which carries gradient.
@@ -62,6 +70,12 @@ def flash_attn_func(
         _refuse(
             dropout_p, window_size, softcap, alibi_slopes, bias, sink, causal_alignment, seqused_q, seqused_k, out
         )  # fmt: skip
+    if type(causal) is not bool or type(softmax_scale) not in (float, type(None)):
+        causal, softmax_scale = checks.scalars(causal, softmax_scale)
+    if not torch.compiler.is_compiling() and (
+        forward_ad._current_level >= 0 or torch._C._functorch.peek_interpreter_stack() is not None
+    ):
+        checks.refuse_transforms()
     if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
         result, lse = ops.differentiable(q, k, v, softmax_scale, causal)
     elif return_lse or return_attn_probs:

@@ -92,10 +92,13 @@ class _Compiled:
         constants = dict(spec.constants)
         self.block_m, self.block_n = constants["BLOCK_M"], constants.get("BLOCK_N", 0)
         self.index = index
+        self.waits = settings.get().debug
 
     def __call__(self, grid: int, tensors: tuple, strides: tuple, scalars: tuple) -> None:
         args = (*[tensor.data_ptr() for tensor in tensors], *strides, *scalars)
         self.launch(grid, torch._C._cuda_getCurrentRawStream(self.index), args)
+        if self.waits:
+            torch.cuda.synchronize(self.index)
 
 
 class _Interpreted:
@@ -256,7 +259,11 @@ def backward(dout, q, k, v, out, lse, dlse, softmax_scale, causal: bool, want_dq
 def explain(q, k, v, causal: bool = False, target: str | None = None) -> str:
     """How each kernel of a call with these tensors is, or would be, found: one line a kernel."""
     checks.dense(q, k, v)
-    name = target or (target_name(q.device.index) if q.is_cuda else "sm_90")
+    if q.dtype not in checks.DTYPE_NAMES:
+        raise TypeError(f"explain: q is {q.dtype}, for which the CPU's reference is the only implementation")
+    if not (target or q.is_cuda):
+        raise ValueError("explain: q is on the CPU, where no kernel is looked for; name a target, such as 'sm_90'")
+    name = target or target_name(q.device.index)
     lines = []
     for family in ("fwd", "bwd"):
         strides = q.stride()[:3] + k.stride()[:3] + v.stride()[:3] + _whole((*q.shape[:3], v.shape[3]))

@@ -110,7 +110,6 @@ class _Attention(torch.autograd.Function):
         return out, lse
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx, dout, dlse):
         q, k, v, out, lse = ctx.saved_tensors
         want_q, want_k, want_v = ctx.needs_input_grad[:3]
@@ -118,7 +117,21 @@ class _Attention(torch.autograd.Function):
             return None, None, None, None, None
         dout = torch.zeros_like(out) if dout is None else dout.to(out.dtype)
         dq, dk, dv = attn_bwd(dout, q, k, v, out, lse, dlse, ctx.softmax_scale, ctx.causal, want_q, want_k or want_v)
+        if torch.is_grad_enabled():
+            dq, dk, dv = _NoSecondDerivative.apply(dq, dk, dv, q, k, v)
         return dq if want_q else None, dk if want_k else None, dv if want_v else None, None, None
+
+
+class _NoSecondDerivative(torch.autograd.Function):
+    """Passes gradients on, tied to what they were computed from, so that differentiating them again raises."""
+
+    @staticmethod
+    def forward(ctx, dq, dk, dv, *inputs):
+        return dq, dk, dv
+
+    @staticmethod
+    def backward(ctx, *grads):
+        raise NotImplementedError("attention: its gradients cannot be differentiated again (no second derivative)")
 
 
 def _plain(q, k, v) -> bool:

@@ -2,7 +2,20 @@
 
 from __future__ import annotations
 
+import functools
+
 import torch
+
+
+def _in_own_precision(function):
+    """The function with autocast off: it chooses its dtypes itself."""
+
+    @functools.wraps(function)
+    def run(first, *args, **kwargs):
+        with torch.autocast(first.device.type, enabled=False):
+            return function(first, *args, **kwargs)
+
+    return run
 
 
 def visible(seqlen_q: int, seqlen_k: int, causal: bool, device=None) -> torch.Tensor:
@@ -11,6 +24,7 @@ def visible(seqlen_q: int, seqlen_k: int, causal: bool, device=None) -> torch.Te
     return keep.tril(seqlen_k - seqlen_q) if causal else keep
 
 
+@_in_own_precision
 def attention(q, k, v, softmax_scale: float | None = None, causal: bool = False):
     """softmax(scale * q k^T) v over all keys that a query sees.
 
@@ -41,6 +55,7 @@ def attention(q, k, v, softmax_scale: float | None = None, causal: bool = False)
     return (p @ vh).transpose(1, 2).to(q.dtype).contiguous(), lse
 
 
+@_in_own_precision
 def attention_backward(dout, q, k, v, out, lse, dlse=None, softmax_scale: float | None = None, causal: bool = False):
     """Gradients dq, dk, dv of `attention`, from what it returned, by the formula and without autograd."""
     scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale

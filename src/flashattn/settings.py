@@ -93,7 +93,12 @@ TABLE = (
     Variable("FLASHATTN_AOT_DIR", "path", "_aot in the package", "Folder of the kernels compiled ahead of time."),
     Variable("FLASHATTN_AOT_TARGETS", "list", "", "When a wheel is built: the GPUs that it gets compiled kernels for."),
     Variable("FLASHATTN_ALLOW_TF32", "switch", "0", "Let float32 inputs be multiplied in TF32."),
-    Variable("FLASHATTN_DEBUG", "switch", "0", "Check what can only be checked by waiting for the GPU."),
+    Variable(
+        "FLASHATTN_DEBUG",
+        "switch",
+        "0",
+        "Wait for the GPU after every launch, so that a fault is told at the call that caused it.",
+    ),
     Variable("FLASHATTN_TILES", "path", "", "JSON file of tile sizes used in place of the measured ones."),
     Variable("FLASHATTN_RECORD", "path", "", "File that gets a line for each kernel asked for; `warmup` reads it."),
     Variable("FLASHATTN_KEEP_IR", "path", "", "Folder that gets the compiler's intermediate code of each compile."),
