@@ -22,7 +22,7 @@ from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import asdict, replace
 from pathlib import Path
 
-from tile_candidates import KERNELS, Group, Tile, best_first, candidates, parse_tile, tile_of, with_tile
+from tile_candidates import KERNELS, Group, Tile, best_first, candidates, parse_tile, tile_argument, tile_of, with_tile
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
@@ -181,7 +181,7 @@ def parse_arguments(argv=None) -> argparse.Namespace:
     add("--masks", nargs="+", choices=["full", "causal"], default=["full", "causal"])
     add("--dtype", choices=list(DTYPES), default="bf16")
     add("--seqlens", type=int, nargs="+", default=[4096, 1024, 16384], help="all are screened at the first one")
-    add("--tiles", nargs="+", metavar="128x64w4s3", type=_tile_argument, help="candidates in place of the own list")
+    add("--tiles", nargs="+", metavar="128x64w4s3", type=tile_argument, help="candidates in place of the own list")
     add("--target", help="with --compile-only: default sm_90; else the GPU's")
     add("--compile-only", action="store_true", help="needs no GPU")
     add("--rounds", type=int, default=4)
@@ -189,13 +189,6 @@ def parse_arguments(argv=None) -> argparse.Namespace:
     add("--work", type=Path, default=Path("perf_work"), help="folder for kernels and results")
     add("--again", action="store_true", help="measure what is already measured, too")
     return parser.parse_args(argv)
-
-
-def _tile_argument(text: str) -> Tile:
-    try:
-        return parse_tile(text.replace("w", " w").replace("s", " s"))
-    except (ValueError, TypeError):
-        raise argparse.ArgumentTypeError(f"{text!r} is not like 128x64w4s3") from None
 
 
 def groups_of(chosen: argparse.Namespace) -> list[Group]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import itertools
 import math
 from dataclasses import dataclass, replace
@@ -25,6 +26,13 @@ class Tile(NamedTuple):
 def parse_tile(text: str) -> Tile:
     blocks, warps, stages = text.split()
     return Tile(*map(int, blocks.split("x")), int(warps[1:]), int(stages[1:]))
+
+
+def tile_argument(text: str) -> Tile:
+    try:
+        return parse_tile(text.replace("w", " w").replace("s", " s"))
+    except (ValueError, TypeError):
+        raise argparse.ArgumentTypeError(f"{text!r} is not like 128x64w4s3") from None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -16,7 +16,7 @@ sys.path.insert(0, installed)
 sys.modules["triton"] = None
 
 import flashattn  # noqa: E402
-from flashattn import declared, settings, specs  # noqa: E402
+from flashattn import settings, specs  # noqa: E402
 from flashattn._version import __version__  # noqa: E402
 from flashattn.jit import driver, targets  # noqa: E402
 from flashattn.jit.resolve import Resolver  # noqa: E402
@@ -66,21 +66,16 @@ def launch(kernel) -> None:
     kernel.launch(1, 0, tuple(zeros.get(kind, 0) for _, kind in kernel.params), **scratch)
 
 
-def specs_of_profile(profile: str, target: str) -> dict:
-    variants = declared.declared(profile, target)
-    return {spec.key: spec for variant in variants for spec in specs.specs_of(variant, target)}
-
-
 def outcomes(profile: str, target: str) -> list[dict]:
     resolver = Resolver(
         settings=settings.get(),
         kernels_dir=PACKAGE / "kernels",
         version=__version__,
         aot_dir=PACKAGE / "_aot",
-        declared=lambda name: frozenset(specs_of_profile(profile, name)),
+        declared=lambda name: frozenset(specs.declared_specs(profile, name)),
     )
     fake, rows = stand_in(target), []
-    for spec in specs_of_profile(profile, target).values():
+    for spec in specs.declared_specs(profile, target).values():
         launch(driver.load(resolver.resolve(spec), 0))
         decision = resolver.decision(spec.key)
         rows.append({"key": spec.key, "source": decision.source, "rejected": [list(row) for row in decision.rejected]})

@@ -18,11 +18,12 @@ from stub_compiler import artifact_of, write_wheel
 
 from flashattn import cli, cli_doctor, cli_sources, declared, settings, specs
 from flashattn.cli_output import age_text, counted, parse_age, parse_size, size_text, table
-from flashattn.cli_sources import KERNELS, declared_specs
+from flashattn.cli_sources import KERNELS
 from flashattn.jit import batch, driver, record
 from flashattn.jit.spec import KernelSpec, source_digest
 from flashattn.jit.store import UserStore
 from flashattn.jit.targets import SUPPORTED
+from flashattn.specs import declared_specs
 from flashattn.variants import FwdVariant
 
 DOCS = Path(__file__).resolve().parents[1] / "docs" / "jit-and-wheel.md"

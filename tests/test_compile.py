@@ -15,6 +15,7 @@ from tiny_project import ROOT, TinyProject
 from flashattn import settings
 from flashattn._version import __version__
 from flashattn.declared import declared
+from flashattn.jit.compile import code_environment
 from flashattn.jit.resolve import Resolver
 from flashattn.jit.spec import KernelSpec
 from flashattn.jit.store import UserStore
@@ -230,3 +231,29 @@ def test_intermediate_code_is_kept_where_the_setting_says_and_changes_nothing(tm
     assert {f"{stem}.{stage}" for stage in ("ttir", "ttgir", "llir", assembly)} <= kept.keys()
     for text in kept.values():
         assert re.search(rf"\b{spec.kernel}\b", text)
+
+
+@pytest.mark.parametrize(
+    ("variables", "counted"),
+    [
+        ({"DISABLE_PTXAS_OPT": "1", "PTXAS_OPTIONS": "-O1"}, {"DISABLE_PTXAS_OPT", "PTXAS_OPTIONS"}),
+        ({"TRITON_OF_TOMORROW": "1"}, {"TRITON_OF_TOMORROW"}),
+        (
+            {"AMDGCN_USE_BUFFER_OPS": "0", "TRITON_HIP_USE_ASYNC_COPY": "0"},
+            {"AMDGCN_USE_BUFFER_OPS", "TRITON_HIP_USE_ASYNC_COPY"},
+        ),
+        ({"TRITON_ENABLE_ASAN": "0", "TRITON_F32_DEFAULT": "", "TRITON_CACHE_DIR": "x"}, set()),
+        ({"ENABLE_METRICS": "1", "DISABLE_TELEMETRY": "1", "LLVM_CONFIG": "x", "ALLOW_ROOT": "1"}, set()),
+    ],
+)
+def test_variables_that_change_code_are_counted_and_no_others(variables, counted):
+    """One too many makes every process miss the cache; one of Triton's too few is a wrong kernel."""
+    assert code_environment(variables).keys() == counted
+
+
+def test_a_tool_counts_by_its_contents_and_not_by_its_place(tmp_path):
+    found = []
+    for name, content in (("a", b"one"), ("b", b"one"), ("c", b"two")):
+        (tmp_path / name).write_bytes(content)
+        found.append(code_environment({"TRITON_PTXAS_PATH": str(tmp_path / name)}))
+    assert found[0] == found[1] != found[2]

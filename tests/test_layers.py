@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import flashattn
-from flashattn import declared, specs
+from flashattn import specs
 from flashattn.jit.targets import SUPPORTED
 from flashattn.tiles import KERNELS
 from flashattn.variants import FwdVariant
@@ -19,8 +19,8 @@ PACKAGE = Path(flashattn.__file__).parent
 MAY_IMPORT = {
     "interface": {"checks", "ops"},
     "ops": {"checks", "launch", "reference"},
-    "launch": {"checks", "declared", "settings", "specs", "_version", "jit", "variants"},
-    "specs": {"settings", "jit", "tiles", "variants"},
+    "launch": {"checks", "settings", "specs", "_version", "jit", "variants"},
+    "specs": {"declared", "settings", "jit", "tiles", "variants"},
     "checks": {"variants"},
     "declared": {"variants"},
     "tiles": {"variants"},
@@ -81,11 +81,10 @@ def test_every_declared_variant_has_specs_that_fit_the_kernels():
     import importlib
 
     for target in SUPPORTED:
-        for variant in declared.declared("core", target):
-            for spec in specs.specs_of(variant, target):
-                kernel = getattr(importlib.import_module(spec.module), spec.kernel)
-                assert [name for name, _ in spec.signature] == list(kernel.arg_names)
-                assert spec.kernel in KERNELS
+        for spec in specs.declared_specs("core", target).values():
+            kernel = getattr(importlib.import_module(spec.module), spec.kernel)
+            assert [name for name, _ in spec.signature] == list(kernel.arg_names)
+            assert spec.kernel in KERNELS
 
 
 def test_shapes_are_not_in_a_variant():

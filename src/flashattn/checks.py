@@ -86,6 +86,11 @@ def refuse_transforms() -> None:
     )
 
 
+def lse_dtype(q) -> torch.dtype:
+    """That of the log-sum-exp of scores of q."""
+    return torch.float64 if q.dtype == torch.float64 else torch.float32
+
+
 def gradient_inputs(dout, q, v, out, lse, dlse=None) -> None:
     """Raise unless the tensors that a forward handed to its backward have the shapes it made them with."""
     expected = (*q.shape[:3], v.shape[3])
@@ -97,7 +102,7 @@ def gradient_inputs(dout, q, v, out, lse, dlse=None) -> None:
         if tensor.dtype != q.dtype:
             raise TypeError(f"attn_bwd: {name} is {tensor.dtype} but q is {q.dtype}")
     rows = (q.shape[0], q.shape[2], q.shape[1])
-    wanted = torch.float64 if q.dtype == torch.float64 else torch.float32
+    wanted = lse_dtype(q)
     for name, tensor in (("lse", lse), ("dlse", dlse)):
         if tensor is None:
             continue

@@ -25,7 +25,6 @@ from .cli_sources import (
     aot_dir,
     cache_root,
     checked_settings,
-    declared_specs,
     gpus,
     has_triton,
     unknown_variables,
@@ -39,6 +38,7 @@ from .jit.store import LAYOUT, UserStore
 from .jit.targets import SUPPORTED, target_of
 from .jit.wheel import Miss
 from .settings import Settings
+from .specs import declared_specs
 
 OLDEST_TORCH, OLDEST_TRITON = (2, 10), (3, 6)
 _WIDTH = 96

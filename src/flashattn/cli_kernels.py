@@ -13,7 +13,6 @@ from .cli_sources import (
     Probe,
     aot_dir,
     checked_settings,
-    declared_specs,
     targets_here,
     wanted_targets,
 )
@@ -22,6 +21,7 @@ from .jit.spec import KernelSpec, source_digest
 from .jit.targets import SUPPORTED
 from .jit.wheel import Miss, Wheel, verify_folder
 from .launch import plan
+from .specs import declared_specs
 from .variants import MAX_HEAD_DIM
 
 TORCH_DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}

@@ -9,7 +9,7 @@ import os
 from dataclasses import replace
 from pathlib import Path
 
-from . import declared, settings, specs, tiles
+from . import settings, tiles
 from ._version import __version__
 from .cli_output import Usage
 from .jit import driver, place
@@ -20,6 +20,7 @@ from .jit.resolve import Resolver
 from .jit.spec import KernelSpec
 from .jit.store import UserStore
 from .jit.targets import SUPPORTED, target_of
+from .launch import declared_keys
 from .settings import Settings
 
 PACKAGE = Path(__file__).parent
@@ -101,12 +102,6 @@ def aot_dir(current: Settings) -> Path:
     return current.aot_dir or PACKAGE / "_aot"
 
 
-def declared_specs(profile: str, target: str) -> dict[str, KernelSpec]:
-    """Spec key -> spec, in the order of declaration."""
-    found = (spec for variant in declared.declared(profile, target) for spec in specs.specs_of(variant, target))
-    return {spec.key: spec for spec in found}
-
-
 # ---- The user's cache
 
 
@@ -161,7 +156,7 @@ class Probe(Resolver):
             kernels_dir=KERNELS,
             version=__version__,
             aot_dir=PACKAGE / "_aot",
-            declared=lambda target: declared_specs("core", target).keys() if target in SUPPORTED else (),
+            declared=declared_keys,
         )
         self.given = current
         self._looked_at = ReadOnlyStore(cache_root(current)[0])

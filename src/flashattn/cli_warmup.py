@@ -19,7 +19,7 @@ from pathlib import Path
 
 from ._version import __version__
 from .cli_output import Report, Usage, counted
-from .cli_sources import KERNELS, PACKAGE, Probe, cache_root, checked_settings, declared_specs, wanted_targets
+from .cli_sources import KERNELS, PACKAGE, Probe, cache_root, checked_settings, wanted_targets
 from .jit import place, record
 from .jit.artifact import Artifact
 from .jit.batch import compile_all
@@ -29,6 +29,7 @@ from .jit.resolve import Resolver
 from .jit.spec import KernelSpec
 from .jit.store import LAYOUT, UserStore
 from .settings import Settings
+from .specs import declared_specs
 
 _MODULES = "flashattn.kernels."
 _resolver: Resolver | None = None

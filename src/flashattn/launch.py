@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from . import checks, declared, settings, specs
+from . import checks, settings, specs
 from ._version import __version__
 from .jit.targets import SUPPORTED, target_of
 from .variants import BwdVariant, FwdVariant
@@ -34,24 +34,19 @@ def resolver() -> Resolver:
         # A third of what importing the package would cost.
         from .jit.resolve import Resolver
 
-        current = settings.get()
         _resolver = Resolver(
-            settings=current,
+            settings=settings.get(),
             kernels_dir=_FOLDER / "kernels",
             version=__version__,
-            aot_dir=current.aot_dir or _FOLDER / "_aot",
-            declared=_declared_keys,
+            aot_dir=_FOLDER / "_aot",
+            declared=declared_keys,
         )
     return _resolver
 
 
-def _declared_keys(target: str) -> frozenset[str]:
+def declared_keys(target: str) -> frozenset[str]:
     """What a wheel should hold for `target`: nothing for one that is compiled on first call only."""
-    if target not in SUPPORTED:
-        return frozenset()
-    return frozenset(
-        spec.key for variant in declared.declared("core", target) for spec in specs.specs_of(variant, target)
-    )
+    return frozenset(specs.declared_specs("core", target) if target in SUPPORTED else ())
 
 
 def reset() -> None:
@@ -264,11 +259,12 @@ def explain(q, k, v, causal: bool = False, target: str | None = None) -> str:
     if not (target or q.is_cuda):
         raise ValueError("explain: q is on the CPU, where no kernel is looked for; name a target, such as 'sm_90'")
     name = target or target_name(q.device.index)
+    (q, q_strides), (k, k_strides), (v, v_strides) = _rows(q), _rows(k), _rows(v)
+    strides = q_strides + k_strides + v_strides + _whole((*q.shape[:3], v.shape[3]))
+    is_aligned = _is_aligned(q.element_size(), strides, q, k, v)
     lines = []
     for family in ("fwd", "bwd"):
-        strides = q.stride()[:3] + k.stride()[:3] + v.stride()[:3] + _whole((*q.shape[:3], v.shape[3]))
-        is_aligned = _is_aligned(q.element_size(), strides, q, k, v)
-        facts = (family, q.dtype, q.shape[3], v.shape[3], causal, is_aligned)
+        facts = (family, q.dtype, q.shape[3], v.shape[3], bool(causal), is_aligned)
         variant, wanted = plan(facts, name)
         lines.append(f"{variant} on {name}")
         for spec in wanted:

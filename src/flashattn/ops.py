@@ -24,10 +24,6 @@ _library.define(
 )
 
 
-def _lse_dtype(q):
-    return torch.float64 if q.dtype == torch.float64 else torch.float32
-
-
 def _forward(q, k, v, softmax_scale=None, causal=False):
     checks.dense(q, k, v, softmax_scale)
     return launch.forward(q, k, v, softmax_scale, causal, True)
@@ -42,8 +38,7 @@ def _forward_cpu(q, k, v, softmax_scale=None, causal=False):
     if _interprets(q):
         return _forward(q, k, v, softmax_scale, causal)
     checks.dense(q, k, v, softmax_scale)
-    out, lse = reference.attention(q, k, v, softmax_scale, causal)
-    return out, lse.contiguous()
+    return reference.attention(q, k, v, softmax_scale, causal)
 
 
 def _inference_cpu(q, k, v, softmax_scale=None, causal=False):
@@ -60,7 +55,7 @@ def _interprets(q) -> bool:
 
 def _forward_meta(q, k, v, softmax_scale=None, causal=False):
     out = _inference_meta(q, k, v, softmax_scale, causal)
-    return out, q.new_empty((q.shape[0], q.shape[2], q.shape[1]), dtype=_lse_dtype(q))
+    return out, q.new_empty((q.shape[0], q.shape[2], q.shape[1]), dtype=checks.lse_dtype(q))
 
 
 def _inference_meta(q, k, v, softmax_scale=None, causal=False):

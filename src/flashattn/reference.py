@@ -41,17 +41,11 @@ def attention(q, k, v, softmax_scale: float | None = None, causal: bool = False)
     vh = v.transpose(1, 2).to(work).repeat_interleave(group, 1)
     s = qh @ kh.transpose(-1, -2) * scale  # [B, H, M, N]
     keep = visible(q.shape[1], k.shape[1], causal, q.device)
-    s = s.masked_fill(~keep, float("-inf"))
     seen = keep.any(-1)
     # A row of -inf has no softmax: give it zeros instead, and take the row out of the result.
-    p = torch.softmax(s.masked_fill(~seen[:, None], 0.0), -1).masked_fill(~keep, 0.0)
-    lse = (
-        torch.logsumexp(s.masked_fill(~seen[:, None], 0.0), -1).masked_fill(~seen, float("-inf"))
-        if k.shape[1]
-        else None
-    )
-    if lse is None:
-        lse = torch.full(s.shape[:-1], float("-inf"), dtype=work, device=q.device)
+    s = s.masked_fill(~keep, float("-inf")).masked_fill(~seen[:, None], 0.0)
+    p = torch.softmax(s, -1).masked_fill(~keep, 0.0)
+    lse = torch.logsumexp(s, -1).masked_fill(~seen, float("-inf"))
     return (p @ vh).transpose(1, 2).to(q.dtype).contiguous(), lse
 
 

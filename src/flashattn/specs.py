@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from . import settings
+from . import declared, settings
 from .jit.spec import KernelSpec
 from .tiles import Tile, tile_for
 from .variants import BwdVariant, FwdVariant, _Variant
@@ -12,43 +12,18 @@ _ITEMSIZE = {"fp16": 2, "bf16": 2, "fp32": 4}
 _FORWARD = "flashattn.kernels.flash_fwd"
 _BACKWARD = "flashattn.kernels.flash_bwd"
 
-# kernel: (module, pointers to data, pointers to fp32, tensors with strides, scalars, are products fused with sums)
+_PRODUCTS = ("heads_q", "heads_k", "seqlen_q", "seqlen_k", "softmax_scale")
+
+# kernel: (module, tensors, scalars, are products fused with sums). The tensors of `_FP32` are contiguous and have no
+# strides; the others have three each, in the same order.
 _KERNELS = {
     # The scores' maximum and the exponents must round alike, or huge scores overflow: no fused multiply-add.
-    "attn_fwd": (
-        _FORWARD,
-        ("q", "k", "v", "out"),
-        ("lse",),
-        ("q", "k", "v", "out"),
-        ("heads_q", "heads_k", "seqlen_q", "seqlen_k", "softmax_scale", "write_lse"),
-        False,
-    ),
-    "bwd_preprocess": (
-        _BACKWARD,
-        ("out", "dout"),
-        ("dlse", "delta"),
-        ("out", "dout"),
-        ("heads_q", "seqlen_q", "add_dlse"),
-        True,
-    ),
-    "bwd_dkdv": (
-        _BACKWARD,
-        ("q", "k", "v", "dout", "lse", "delta", "dk", "dv"),
-        (),
-        ("q", "k", "v", "dout", "dk", "dv"),
-        ("heads_q", "heads_k", "seqlen_q", "seqlen_k", "softmax_scale"),
-        True,
-    ),
-    "bwd_dq": (
-        _BACKWARD,
-        ("q", "k", "v", "dout", "lse", "delta", "dq"),
-        (),
-        ("q", "k", "v", "dout", "dq"),
-        ("heads_q", "heads_k", "seqlen_q", "seqlen_k", "softmax_scale"),
-        True,
-    ),
+    "attn_fwd": (_FORWARD, ("q", "k", "v", "out", "lse"), (*_PRODUCTS, "write_lse"), False),
+    "bwd_preprocess": (_BACKWARD, ("out", "dout", "dlse", "delta"), ("heads_q", "seqlen_q", "add_dlse"), True),
+    "bwd_dkdv": (_BACKWARD, ("q", "k", "v", "dout", "lse", "delta", "dk", "dv"), _PRODUCTS, True),
+    "bwd_dq": (_BACKWARD, ("q", "k", "v", "dout", "lse", "delta", "dq"), _PRODUCTS, True),
 }
-_FP32_TENSORS = ("lse", "dlse", "delta")
+_FP32 = ("lse", "dlse", "delta")
 
 
 def kernels_of(variant: _Variant) -> tuple[str, ...]:
@@ -78,19 +53,18 @@ def constants_of(kernel: str, variant: _Variant, tile: Tile) -> dict[str, bool |
 
 def spec_of(kernel: str, variant: _Variant, target: str) -> KernelSpec:
     """The spec of one kernel of `variant`."""
-    module, data, fp32, strided, scalars, fused = _KERNELS[kernel]
+    module, tensors, scalars, fused = _KERNELS[kernel]
+    strided = [name for name in tensors if name not in _FP32]
     tile = tile_for(kernel, variant, target, settings.get().tiles)
     constants = constants_of(kernel, variant, tile)
-    signature = []
-    for name in data + fp32:
-        signature.append((f"{name}_ptr", "*fp32" if name in _FP32_TENSORS else f"*{variant.dtype}"))
+    signature = [(f"{name}_ptr", "*fp32" if name in _FP32 else f"*{variant.dtype}") for name in tensors]
     signature += [(f"{name}_strides", _STRIDES) for name in strided]
     signature += [(name, "fp32" if name == "softmax_scale" else "i32") for name in scalars]
     signature += [(name, "constexpr") for name in constants]
     alignment = []
     if variant.is_aligned:
-        # LSE and delta are ours and start on 16 bytes, but their rows may not.
-        alignment = [(f"{name}_ptr", 16) for name in data + fp32]
+        # Every pointer is looked at before a call is called aligned.
+        alignment = [(f"{name}_ptr", 16) for name in tensors]
         step = 16 // _ITEMSIZE[variant.dtype]
         alignment += [(f"{name}_strides.{i}", step) for name in strided for i in range(3)]
     options = {"enable_fp_fusion": fused, "num_stages": tile.num_stages, "num_warps": tile.num_warps}
@@ -108,3 +82,9 @@ def spec_of(kernel: str, variant: _Variant, target: str) -> KernelSpec:
 def specs_of(variant: _Variant, target: str) -> tuple[KernelSpec, ...]:
     """The spec of each kernel of `variant`, in the order of launch."""
     return tuple(spec_of(kernel, variant, target) for kernel in kernels_of(variant))
+
+
+def declared_specs(profile: str, target: str) -> dict[str, KernelSpec]:
+    """Spec key -> spec of all that `profile` declares for `target`, in the order of declaration."""
+    found = (spec for variant in declared.declared(profile, target) for spec in specs_of(variant, target))
+    return {spec.key: spec for spec in found}

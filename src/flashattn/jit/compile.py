@@ -14,30 +14,24 @@ from .artifact import SCHEMA, Artifact, artifact_key
 from .spec import KernelSpec, sha256
 from .targets import Target, target_of
 
-# A variable of one of these families may change the code that comes out, unless it is known to be harmless.
-_CODE_FAMILIES = (
-    "TRITON_",
-    "AMDGCN_",
-    "LLVM_",
-    "MLIR_",
-    "DISABLE_",
-    "PTXAS_",
-    "NVPTX_",
-    "ALLOW_",
-    "ENABLE_",
-    "USE_IR_",
+# What Triton and its assembler read: these names, and all that start so unless known to be harmless. Names as common as
+# DISABLE_ and ENABLE_ are no family: other programs have theirs, and a cache would be missed for nothing.
+_CODE_FAMILIES = ("TRITON_", "AMDGCN_")
+_CODE_NAMES = frozenset(
+    """DISABLE_LLVM_OPT DISABLE_MMA_V3 DISABLE_MMA_V5 DISABLE_PTXAS_OPT PTXAS_OPTIONS LLVM_PASS_PLUGIN_PATH USE_IR_LOC
+    ALLOW_LHS_TMEM_LAYOUT_CONVERSION STORE_TMEM_TO_GLOBAL_BYPASS_SMEM""".split()
 )
+# Here 0 is not the same as unset.
+_ON_BY_DEFAULT = ("AMDGCN_", "TRITON_HIP_")
 _HARMLESS = frozenset(
     """TRITON_CACHE_DIR TRITON_HOME TRITON_DUMP_DIR TRITON_OVERRIDE_DIR TRITON_CACHE_MANAGER TRITON_CACHE_AUTOTUNING
     TRITON_REMOTE_CACHE_BACKEND TRITON_REDIS_HOST TRITON_REDIS_PORT TRITON_REDIS_KEY_FORMAT TRITON_INTERPRET
     TRITON_ALWAYS_COMPILE TRITON_STORE_BINARY_ONLY TRITON_DISABLE_LINE_INFO TRITON_DEFAULT_FP_FUSION
     TRITON_PRINT_AUTOTUNING TRITON_KERNEL_DUMP TRITON_LIBCUDA_PATH TRITON_LIBHIP_PATH TRITON_CUOBJDUMP_PATH
     TRITON_NVDISASM_PATH TRITON_DUMP_PTXAS_LOG TRITON_BUILD_DIR TRITON_DISABLE_PYTHON_STACKTRACE
-    TRITON_REPRODUCER_PATH AMDGCN_ENABLE_DUMP NVPTX_ENABLE_DUMP LLVM_IR_ENABLE_DUMP LLVM_ENABLE_TIMING
-    LLVM_EXTRACT_DI_LOCAL_VARIABLES MLIR_ENABLE_DUMP MLIR_ENABLE_TIMING MLIR_ENABLE_DIAGNOSTICS MLIR_ENABLE_REMARK
-    MLIR_DUMP_PATH""".split()
+    TRITON_REPRODUCER_PATH AMDGCN_ENABLE_DUMP""".split()
 )
-_OFF = ("", "0", "false", "off", "no")
+_OFF = ("0", "false", "off", "no")
 
 # Triton's knobs are process-wide, so one compile at a time has them.
 _knobs_lock = threading.RLock()
@@ -53,7 +47,9 @@ def code_environment(environ=None) -> dict[str, str]:
     environ = os.environ if environ is None else environ
     found = {}
     for name, value in environ.items():
-        if not name.startswith(_CODE_FAMILIES) or name in _HARMLESS or value.lower() in _OFF:
+        if name not in _CODE_NAMES and (not name.startswith(_CODE_FAMILIES) or name in _HARMLESS):
+            continue
+        if not value or (value.lower() in _OFF and not name.startswith(_ON_BY_DEFAULT)):
             continue
         path = Path(value)
         with contextlib.suppress(OSError):
