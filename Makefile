@@ -47,7 +47,7 @@ lint: $(READY)
 
 bench: $(READY)
 	mkdir -p bench_out
-	for name in forward backward host cold_start; do \
+	for name in forward backward varlen window host cold_start; do \
 	    $(PY) benchmarks/bench_$$name.py --json bench_out/$$name.json || exit 1; done
 
 # The wheel with every target, checked against aot.lock and, installed, entry by entry.

@@ -8,38 +8,39 @@ Gradients are checked against float32 before they are timed.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Mapping
 
 import torch
-from bench_forward import parse_arguments, sweep
+from bench_forward import dense_problems, parse_arguments, sweep
 from harness import CloseTo, Deferred, require_gpu
-from problems import Problem, reference_backward
+from peers import Prepare
+from problems import Packed, Problem
 
 TOLERANCE = 2e-2
 
 
-def backward_case(problem: Problem, functions: dict[str, Callable]) -> dict:
+def backward_case(problem: Problem | Packed, functions: Mapping[str, Prepare]) -> dict:
     inputs = problem.tensors(3, requires_grad=True)
     (grad,) = problem.tensors(1, seed=1)
 
-    def deferred(attend):
+    def deferred(prepare):
         def setup():
-            output = attend(*inputs, problem.causal)
+            output = prepare(problem)(*inputs)
             return lambda: torch.autograd.grad(output, inputs, grad, retain_graph=True)
 
         return Deferred(setup)
 
     return {
-        "contenders": {name: deferred(attend) for name, attend in functions.items()},
+        "contenders": {name: deferred(prepare) for name, prepare in functions.items()},
         "flops": problem.backward_flops,
-        "check": CloseTo(reference_backward(*inputs, grad, problem.causal), TOLERANCE),
+        "check": CloseTo(problem.reference_backward(*inputs, grad), TOLERANCE),
     }
 
 
 def main(argv=None) -> int:
     chosen = parse_arguments(__doc__.splitlines()[0], argv)
     require_gpu("bench_backward.py")
-    return sweep("Attention backward", chosen, backward_case, backward=True)
+    return sweep("Attention backward", chosen, dense_problems(chosen), {"backward": backward_case})
 
 
 if __name__ == "__main__":

@@ -8,71 +8,100 @@ A causal mask counts half the operations. A contender is checked against float32
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 
 import peers
 import torch
-from harness import CloseTo, Plan, Run, require_gpu
-from problems import Problem, problems, reference_forward
+from harness import CloseTo, Deferred, Plan, Run, require_gpu
+from problems import Packed, Problem, problems
 
 TOLERANCE = 1e-2
+MASKS = ("full", "causal")
+
+
+def options(description: str, *, head_dims=(64, 128, 256), contenders=peers.DEFAULT) -> argparse.ArgumentParser:
+    """The options that every comparison of attention functions has."""
+    parser = argparse.ArgumentParser(description=description)
+    add = parser.add_argument
+    add("--head-dims", type=int, nargs="+", default=list(head_dims))
+    add("--dtype", choices=["bfloat16", "float16"], default="bfloat16")
+    add(
+        "--contenders", nargs="+", choices=[*peers.PEERS, "all"], default=list(contenders), metavar="NAME",
+        help=f"of {', '.join(peers.PEERS)}, or all; default {' '.join(contenders)}",
+    )  # fmt: skip
+    add("--baseline", default="fa2", choices=list(peers.PEERS), metavar="NAME", help="default fa2")
+    add("--rounds", type=int, default=Plan.rounds)
+    add("--json", metavar="FILE", help="write the figures here too")
+    return parser
 
 
 def parse_arguments(description: str, argv=None) -> argparse.Namespace:
-    """The options of both directions' benchmarks."""
-    parser = argparse.ArgumentParser(description=description)
-    parser.add_argument("--head-dims", type=int, nargs="+", default=[64, 128, 256])
+    """The options of both directions' benchmarks of dense attention."""
+    parser = options(description)
     parser.add_argument("--seqlens", type=int, nargs="+", default=[1024, 4096, 16384])
-    parser.add_argument("--masks", nargs="+", choices=["full", "causal"], default=["full", "causal"])
-    parser.add_argument("--dtype", choices=["bfloat16", "float16"], default="bfloat16")
-    parser.add_argument(
-        "--contenders", nargs="+", choices=[*peers.PEERS, "all"], default=list(peers.DEFAULT), metavar="NAME",
-        help=f"of {', '.join(peers.PEERS)}, or all; default {' '.join(peers.DEFAULT)}",
-    )  # fmt: skip
-    parser.add_argument("--baseline", default="fa2", choices=list(peers.PEERS), metavar="NAME", help="default fa2")
-    parser.add_argument("--rounds", type=int, default=Plan.rounds)
-    parser.add_argument("--json", metavar="FILE", help="write the figures here too")
-    chosen = parser.parse_args(argv)
-    if "all" in chosen.contenders:
-        chosen.contenders = list(peers.PEERS)
-    return chosen
+    parser.add_argument("--masks", nargs="+", choices=MASKS, default=list(MASKS))
+    return parser.parse_args(argv)
 
 
-def sweep(title: str, chosen: argparse.Namespace, case: Callable, *, backward: bool) -> int:
-    """Compare the chosen contenders in every chosen problem. Returns the exit status: 1 if one of them went wrong.
+def dense_problems(chosen: argparse.Namespace) -> list[Problem]:
+    causal = [mask == "causal" for mask in chosen.masks]
+    return list(problems(chosen.head_dims, chosen.seqlens, causal, chosen.dtype))
 
-    case: (problem, functions) -> what `harness.compare` needs beyond names.
+
+def sweep(
+    title: str,
+    chosen: argparse.Namespace,
+    listed: Iterable[Problem | Packed],
+    cases: Mapping[str, Callable],
+    figures: Callable | None = None,
+) -> int:
+    """Compare the chosen contenders in every problem. Returns the exit status: 1 if one of them went wrong.
+
+    listed: of one kind. cases: "forward" or "backward" -> (problem, name -> prepare) -> what `harness.compare` needs.
+    figures: (problem, rows) -> {name: figure} that the rows come to.
     """
-    found, missing = peers.load(chosen.contenders, backward=backward)
-    masks = [mask == "causal" for mask in chosen.masks]
-    bad = False
+    names = list(peers.PEERS) if "all" in chosen.contenders else chosen.contenders
+    listed, bad = list(listed), False
+    loaded = {to: peers.load(names, backward=to == "backward", kind=listed[0].kind) for to in cases}
     with Run(title, json_path=chosen.json, plan=Plan(rounds=chosen.rounds)) as run:
-        for problem in problems(chosen.head_dims, chosen.seqlens, masks, chosen.dtype):
-            rows = run.compare(
-                problem.label,
-                case=problem.as_dict(),
-                missing=missing,
-                baseline=chosen.baseline,
-                **case(problem, found),
-            )
-            bad |= any(row.status in ("wrong", "failed") for row in rows)
-            torch.cuda.empty_cache()
+        for problem in listed:
+            for direction, case in cases.items():
+                found, missing = loaded[direction]
+                rows = run.compare(
+                    f"{direction}, {problem.label}",
+                    case={**problem.as_dict(), "direction": direction},
+                    missing=missing,
+                    baseline=chosen.baseline,
+                    **case(problem, found),
+                )
+                if figures:
+                    run.note(figures(problem, rows))
+                bad |= any(row.status in ("wrong", "failed") for row in rows)
+                torch.cuda.empty_cache()
     return int(bad)
 
 
-def forward_case(problem: Problem, functions: dict[str, Callable]) -> dict:
-    q, k, v = problem.tensors(3)
+def forward_case(problem: Problem | Packed, functions: Mapping[str, peers.Prepare]) -> dict:
+    inputs = problem.tensors(3)
+
+    def deferred(prepare):
+        def setup():
+            attend = prepare(problem)
+            return lambda: attend(*inputs)
+
+        return Deferred(setup)
+
     return {
-        "contenders": {name: lambda f=f: f(q, k, v, problem.causal) for name, f in functions.items()},
+        "contenders": {name: deferred(prepare) for name, prepare in functions.items()},
         "flops": problem.forward_flops,
-        "check": CloseTo(reference_forward(q, k, v, problem.causal), TOLERANCE),
+        "check": CloseTo(problem.reference_forward(*inputs), TOLERANCE),
     }
 
 
 def main(argv=None) -> int:
     chosen = parse_arguments(__doc__.splitlines()[0], argv)
     require_gpu("bench_forward.py")
-    return sweep("Attention forward", chosen, forward_case, backward=False)
+    return sweep("Attention forward", chosen, dense_problems(chosen), {"forward": forward_case})
 
 
 if __name__ == "__main__":

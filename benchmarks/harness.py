@@ -180,9 +180,9 @@ def one_line(error: BaseException, limit: int = 140) -> str:
 def compare(
     contenders: Mapping[str, Callable[[], Any]],
     *,
-    flops: float | None = None,
+    flops: float | Mapping[str, float] | None = None,
     bytes: float | None = None,
-    check: Check | None = None,
+    check: Check | Mapping[str, Check] | None = None,
     missing: Mapping[str, str] | None = None,
     baseline: str | None = None,
     ours: str = "ours",
@@ -192,11 +192,12 @@ def compare(
 ) -> list[Row]:
     """Measure every contender, interleaved. Returns a row each, in the order given, the missing ones last.
 
-    flops, bytes: of one call, for TFLOP/s and GB/s. missing: name -> why it is not here. baseline: whose speed is 1 in
-    `vs_baseline`. ours: the contender that is no peer, left out of the best peer's choice.
+    flops, bytes: of one call, for TFLOP/s and GB/s. flops and check may be given by name. missing: name -> why it is
+    not here. baseline: whose speed is 1 in `vs_baseline`. ours: the first word of the contenders that are no peers,
+    which are left out of the best peer's choice.
     """
     plan, timer = plan or Plan(), timer or CudaTimer()
-    rows = {name: _admit(name, call, check) for name, call in contenders.items()}
+    rows = {name: _admit(name, call, _of(check, name)) for name, call in contenders.items()}
     estimates = {}
     for name, row in rows.items():
         if row.status == "ok":
@@ -204,8 +205,12 @@ def compare(
     rows.update(_interleave(rows, contenders, estimates, plan, timer, sleep))
     for name, reason in (missing or {}).items():
         rows[name] = Row(name=name, status="missing", note=reason)
-    rated = [_rate(row, flops, bytes) for row in rows.values()]
+    rated = [_rate(row, _of(flops, row.name), bytes) for row in rows.values()]
     return _ratios(rated, baseline, ours)
+
+
+def _of(given, name: str):
+    return given.get(name) if isinstance(given, Mapping) else given
 
 
 def _admit(name: str, call: Callable, check: Check | None) -> Row:
@@ -269,7 +274,7 @@ def _rate(row: Row, flops: float | None, bytes: float | None) -> Row:
 def _ratios(rows: list[Row], baseline: str | None, ours: str) -> list[Row]:
     """Speed of each row over the baseline's and over the fastest peer's."""
     base = next((row.ms for row in rows if row.name == baseline and row.ms), None)
-    best = min((row.ms for row in rows if row.ms and row.name != ours), default=None)
+    best = min((row.ms for row in rows if row.ms and row.name.split()[0] != ours), default=None)
     return [
         replace(row, vs_baseline=base and base / row.ms, vs_best_peer=best and best / row.ms) if row.ms else row
         for row in rows
@@ -348,6 +353,14 @@ class Run:
         self.report["cases"].append({"label": label, **(case or {}), "rows": [asdict(row) for row in rows]})
         self._save()
         return rows
+
+    def note(self, figures: Mapping[str, float]) -> None:
+        """Print figures that follow from the last comparison, and put them beside its rows."""
+        if not figures:
+            return
+        print(", ".join(f"{name} {value:.3f}" for name, value in figures.items()), flush=True)
+        self.report["cases"][-1].update(figures)
+        self._save()
 
     def __exit__(self, *exception):
         self._note_state("after")

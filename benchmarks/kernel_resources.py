@@ -1,6 +1,6 @@
 """Registers, stack and shared memory of a kernel with given tiles, as its assembler says. Needs no GPU.
 
-    python benchmarks/kernel_resources.py --kernel bwd_dkdv --head-dim 64 --causal --tiles 64x128w8s2 32x128w4s2
+    python benchmarks/kernel_resources.py --kernel bwd_dkdv --head-dim 64 --mask causal --tiles 64x128w8s2 32x128w4s2
 
 A stack of more than 0 bytes is registers spilled to memory. NVIDIA targets only.
 """
@@ -35,7 +35,7 @@ def main(argv=None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--kernel", choices=KERNELS, required=True)
     parser.add_argument("--head-dim", type=int, required=True)
-    parser.add_argument("--causal", action="store_true")
+    parser.add_argument("--mask", choices=("full", "causal", "window"), default="full")
     parser.add_argument("--dtype", choices=("bf16", "fp16"), default="bf16")
     parser.add_argument("--target", default="sm_90")
     parser.add_argument("--tiles", nargs="+", type=tile_argument, metavar="128x64w4s3", help="default: the table's")
@@ -43,8 +43,7 @@ def main(argv=None) -> int:
     import build_aot
     from flashattn.jit.compile import CompileError, compile_spec
 
-    mask = "causal" if chosen.causal else "full"
-    only = f"{chosen.kernel} {chosen.dtype} d{chosen.head_dim} {mask}"
+    only = f"{chosen.kernel} {chosen.dtype} d{chosen.head_dim} {chosen.mask}"
     (spec,) = build_aot.declared_specs("core", chosen.target, only).values()
     specs = [with_tile(spec, tile) for tile in chosen.tiles] if chosen.tiles else [spec]
     for spec in specs:

@@ -1,107 +1,183 @@
-"""The attention functions to compare with, each as `attend(q, k, v, causal)` on (batch, seqlen, heads, head_dim)."""
+"""The attention functions to compare with, each as `prepare(problem)`, which returns `attend(q, k, v)`.
+
+What tells a library where sequences are, or which blocks a mask leaves, is made by `prepare` and not timed: all layers
+of a training step share it.
+"""
 
 from __future__ import annotations
 
 import functools
+import importlib
+import inspect
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from harness import one_line
+from problems import Packed, Problem
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, bool], torch.Tensor]
+Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+Prepare = Callable[[Problem | Packed], Attend]
 
 
 def _first(result):
     return result[0] if isinstance(result, tuple) else result
 
 
-def _load_ours() -> Attend:
-    from flashattn import flash_attn_func
+def _load_flash(module: str) -> Prepare:
+    """A library that has FlashAttention's two functions and takes what follows q, k and v by name."""
+    library = importlib.import_module(module)
 
-    return lambda q, k, v, causal: flash_attn_func(q, k, v, causal=causal)
+    def prepare(problem):
+        options = {"causal": problem.causal}
+        if problem.kind == "window":
+            options["window_size"] = problem.window
+        if problem.kind == "packed":
+            function = library.flash_attn_varlen_func
+            options |= dict.fromkeys(("cu_seqlens_q", "cu_seqlens_k"), problem.cu_seqlens())
+            options |= dict.fromkeys(("max_seqlen_q", "max_seqlen_k"), max(problem.lengths))
+        else:
+            function = library.flash_attn_func
+        return lambda q, k, v: _first(function(q, k, v, **options))
+
+    return prepare
 
 
 def sdpa(q, k, v, causal: bool):
-    """PyTorch's attention, its own choice of backend."""
+    """PyTorch's attention of (batch, seqlen, heads, head_dim), its own choice of backend."""
     gqa = q.shape[2] != k.shape[2]
     q, k, v = (tensor.transpose(1, 2) for tensor in (q, k, v))
     return F.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=gqa).transpose(1, 2)
 
 
-def _load_sdpa(backend: SDPBackend | None = None) -> Attend:
+def _load_sdpa(backend: SDPBackend | None = None) -> Prepare:
     if backend is None:
-        return sdpa
+        return lambda problem: lambda q, k, v: sdpa(q, k, v, problem.causal)
     if not torch.cuda.is_available():
         raise ImportError("this backend of PyTorch needs a GPU")
 
-    def attend(q, k, v, causal):
-        with sdpa_kernel(backend):
-            return sdpa(q, k, v, causal)
+    def prepare(problem):
+        def attend(q, k, v):
+            with sdpa_kernel(backend):
+                return sdpa(q, k, v, problem.causal)
 
-    return attend
+        return attend
 
-
-def _load_fa3() -> Attend:
-    from fa3_fwd_interface import flash_attn_func
-
-    return lambda q, k, v, causal: _first(flash_attn_func(q, k, v, causal=causal))
+    return prepare
 
 
-def _load_fa4() -> Attend:
-    from flash_attn.cute import flash_attn_func
+def _load_fa2() -> Prepare:
+    """FlashAttention-2 as PyTorch has it: behind SDPA, behind `varlen_attn`, and, with a window, as a bare op."""
+    dense = _load_sdpa(SDPBackend.FLASH_ATTENTION)
 
-    return lambda q, k, v, causal: _first(flash_attn_func(q, k, v, causal=causal))
+    def prepare(problem):
+        makers = {"dense": dense, "packed": _varlen_attn, "window": _fa2_window}
+        return makers[problem.kind](problem)
+
+    return prepare
 
 
-def _load_flex() -> Attend:
+def _varlen_attn(problem: Packed) -> Attend:
+    from torch.nn.attention.varlen import varlen_attn
+
+    cu_seqlens, longest = problem.cu_seqlens(), max(problem.lengths)
+    if "is_causal" in inspect.signature(varlen_attn).parameters:
+        options = {"is_causal": problem.causal}
+    else:
+        options = {"window_size": (-1, 0 if problem.causal else -1)}
+    return lambda q, k, v: varlen_attn(q, k, v, cu_seqlens, cu_seqlens, longest, longest, **options)
+
+
+def _fa2_window(problem: Problem) -> Attend:
+    left, right = problem.window
+    options = {"window_size_left": left, "window_size_right": right}
+    sizes = (None, None, problem.seqlen, problem.seqlen, 0.0, False, False)
+    return lambda q, k, v: torch.ops.aten._flash_attention_forward(q, k, v, *sizes, **options)[0]
+
+
+def visible(problem: Problem | Packed) -> Callable | None:
+    """FlexAttention's mask function for the problem; None where every query sees every key."""
+    if problem.kind == "window":
+        left, right = problem.window
+        return lambda batch, head, row, column: (column >= row - left) & (column <= row + right)
+    if problem.kind == "packed":
+        document = problem.document()
+        if problem.causal:
+            return lambda batch, head, row, column: (document[row] == document[column]) & (row >= column)
+        return lambda batch, head, row, column: document[row] == document[column]
+    return (lambda batch, head, row, column: row >= column) if problem.causal else None
+
+
+def _load_flex() -> Prepare:
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
     if not torch.cuda.is_available():
         raise ImportError("measured on a GPU only")
-    compiled = torch.compile(flex_attention, dynamic=False)
+    # A sweep compiles more variants than the eight behind which Dynamo gives up.
+    torch._dynamo.config.recompile_limit = 256
+    compiled = torch.compile(flex_attention, dynamic=False, fullgraph=True)
 
-    @functools.lru_cache(maxsize=4)
-    def causal_mask(rows: int, columns: int):
-        def visible(batch, head, row, column):
-            return row + columns - rows >= column
+    def prepare(problem):
+        mask, seqlen = visible(problem), problem.shape[-3]
+        blocks = mask and create_block_mask(mask, None, None, seqlen, seqlen, device="cuda")
 
-        return create_block_mask(visible, None, None, rows, columns, device="cuda")
+        def attend(q, k, v):
+            if problem.kind == "packed":
+                q, k, v = q[None], k[None], v[None]
+            q, k, v = (tensor.transpose(1, 2) for tensor in (q, k, v))
+            out = compiled(q, k, v, block_mask=blocks).transpose(1, 2)
+            return out[0] if problem.kind == "packed" else out
 
-    def attend(q, k, v, causal):
-        mask, gqa = causal_mask(q.shape[1], k.shape[1]) if causal else None, q.shape[2] != k.shape[2]
-        q, k, v = (tensor.transpose(1, 2) for tensor in (q, k, v))
-        return compiled(q, k, v, block_mask=mask, enable_gqa=gqa).transpose(1, 2)
+        return attend
 
-    return attend
+    return prepare
 
 
 @dataclass(frozen=True)
 class Peer:
-    """`load` imports it and returns its function, or raises where it is not installed; `origin` is how to get it."""
+    """`load` imports it and returns its `prepare`, or raises where it is not installed; `origin` is how to get it.
 
-    load: Callable[[], Attend]
+    kinds: of problems that it takes.
+    """
+
+    load: Callable[[], Prepare]
     origin: str
     has_backward: bool = True
+    kinds: tuple[str, ...] = ("dense",)
 
 
+_ALL = ("dense", "window", "packed")
 PEERS = {
-    "ours": Peer(_load_ours, "this repository: pip install ."),
+    "ours": Peer(functools.partial(_load_flash, "flashattn"), "this repository: pip install .", kinds=_ALL),
     "sdpa": Peer(_load_sdpa, "torch, default choice of backend"),
-    "fa2": Peer(functools.partial(_load_sdpa, SDPBackend.FLASH_ATTENTION), "torch, FlashAttention-2 backend"),
+    "fa2": Peer(_load_fa2, "torch, FlashAttention-2 backend", kinds=_ALL),
     "cudnn": Peer(functools.partial(_load_sdpa, SDPBackend.CUDNN_ATTENTION), "torch, cuDNN backend"),
     "efficient": Peer(functools.partial(_load_sdpa, SDPBackend.EFFICIENT_ATTENTION), "torch, memory-efficient backend"),
-    "fa3": Peer(_load_fa3, "FlashAttention-3: pip install fa3-fwd", has_backward=False),
-    "fa4": Peer(_load_fa4, "FlashAttention-4: pip install --pre flash-attn-4"),
-    "flex": Peer(_load_flex, "torch, compiled FlexAttention"),
+    "fa3": Peer(
+        functools.partial(_load_flash, "fa3_fwd_interface"),
+        "FlashAttention-3: pip install fa3-fwd",
+        has_backward=False,
+        kinds=_ALL,
+    ),
+    "fa4": Peer(
+        functools.partial(_load_flash, "flash_attn.cute"),
+        "FlashAttention-4: pip install --pre flash-attn-4",
+        kinds=_ALL,
+    ),
+    "flex": Peer(_load_flex, "torch, compiled FlexAttention", kinds=_ALL),
 }
 DEFAULT = ("ours", "fa2", "cudnn", "fa3", "fa4")
+MASKED = ("ours", "fa2", "flex", "fa3", "fa4")
+"""Those that know windows and packed sequences."""
+_UNFIT = {"window": "has no sliding window", "packed": "takes no packed sequences"}
 
 
-def load(names: Iterable[str], *, backward: bool = False, peers=PEERS) -> tuple[dict[str, Attend], dict[str, str]]:
-    """The functions called `names`, and why those that are not here are missing.
+def load(
+    names: Iterable[str], *, backward: bool = False, kind: str = "dense", peers=PEERS
+) -> tuple[dict[str, Prepare], dict[str, str]]:
+    """`prepare` of those called `names`, for problems of `kind`, and why the others are missing.
 
     Raises ValueError for a name that no peer has.
     """
@@ -111,6 +187,9 @@ def load(names: Iterable[str], *, backward: bool = False, peers=PEERS) -> tuple[
         raise ValueError(f"contenders {unknown} are unknown; there are {', '.join(peers)}")
     found, missing = {}, {}
     for name in names:
+        if kind not in peers[name].kinds:
+            missing[name] = f"{_UNFIT[kind]} ({peers[name].origin})"
+            continue
         if backward and not peers[name].has_backward:
             missing[name] = f"has no backward ({peers[name].origin})"
             continue

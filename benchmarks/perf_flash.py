@@ -6,7 +6,8 @@
 Every candidate is compiled first, in a pool of processes, into a cache folder of its own; then the package launches it
 as it launches any kernel, with the candidate in FLASHATTN_TILES. Results are checked, measured interleaved at the first
 sequence length, and the best few and the table's own tile again at all of them. The kernels of the backward are
-measured as parts of a whole backward. What is done is kept in the work folder, and a run goes on where one stopped.
+measured as parts of a whole backward, those of windows with one of 1024 keys that ends at the query. What is done is
+kept in the work folder, and a run goes on where one stopped.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 DTYPES = {"bf16": "bfloat16", "fp16": "float16"}
+WINDOW = (1024, 0)
 FINALISTS = 4
 
 
@@ -120,15 +122,18 @@ def case(group: Group, seqlen: int, tiles: Iterable[Tile | None], folder: Path) 
 
     from flashattn import flash_attn_func
 
-    (problem,) = problems([group.head_dim], [seqlen], [group.causal], DTYPES[group.dtype])
+    (problem,) = problems([group.head_dim], [seqlen], [group.mask != "full"], DTYPES[group.dtype])
+    if group.mask == "window":
+        problem = replace(problem, window=WINDOW)
 
-    def attend(q, k, v, causal):
+    def prepare(problem):
+        options = {"causal": problem.causal, "window_size": problem.window or (-1, -1)}
         # With the log-sum-exp, so that the kernel is the one that training and the wheel use.
-        return flash_attn_func(q, k, v, causal=causal, return_lse=True)[0]
+        return lambda q, k, v: flash_attn_func(q, k, v, **options, return_lse=True)[0]
 
     make = forward_case if group.kernel == "attn_fwd" else backward_case
     torch.cuda.empty_cache()
-    found = make(problem, {"one": attend})
+    found = make(problem, {"one": prepare})
     (call,) = found.pop("contenders").values()
     found["contenders"] = {str(tile or "table"): Contender(group.kernel, tile, call, folder) for tile in tiles}
     return {"label": f"{group}, seqlen {seqlen}", **found, "case": problem.as_dict(), "baseline": "table", "ours": ""}
@@ -162,12 +167,13 @@ def winner_line(group: Group, record: dict, table: Tile, target: str) -> str:
     """The best tile as Python, with what it gains over the table's."""
     ranking = dict(record["ranking"])
     name = record["ranking"][0][0]
-    block_m, block_n, warps, stages = table if name == "table" else parse_tile(name)
+    tile = table if name == "table" else parse_tile(name)
+    values = ", ".join(map(str, tile if tile.max_registers else tile[:-1]))
     gain = (
         f"{ranking['table'] / ranking[name]:.3f} of the table's speed" if "table" in ranking else "the table's failed"
     )
-    key = f'("{target}", "{group.kernel}", "{group.dtype}", {group.head_dim}, {group.causal})'
-    return f"{key}: Tile({block_m}, {block_n}, {warps}, {stages}),  # {gain}"
+    key = f'("{target}", "{group.kernel}", "{group.dtype}", {group.head_dim}, "{group.mask}")'
+    return f"{key}: Tile({values}),  # {gain}"
 
 
 # ---- The command
@@ -178,7 +184,7 @@ def parse_arguments(argv=None) -> argparse.Namespace:
     add = parser.add_argument
     add("--kernels", nargs="+", choices=KERNELS, default=list(KERNELS))
     add("--head-dims", type=int, nargs="+", default=[64, 128, 256])
-    add("--masks", nargs="+", choices=["full", "causal"], default=["full", "causal"])
+    add("--masks", nargs="+", choices=["full", "causal", "window"], default=["full", "causal"])
     add("--dtype", choices=list(DTYPES), default="bf16")
     add("--seqlens", type=int, nargs="+", default=[4096, 1024, 16384], help="all are screened at the first one")
     add("--tiles", nargs="+", metavar="128x64w4s3", type=tile_argument, help="candidates in place of the own list")
@@ -193,7 +199,7 @@ def parse_arguments(argv=None) -> argparse.Namespace:
 
 def groups_of(chosen: argparse.Namespace) -> list[Group]:
     return [
-        Group(kernel=kernel, dtype=chosen.dtype, head_dim=head_dim, causal=mask == "causal")
+        Group(kernel=kernel, dtype=chosen.dtype, head_dim=head_dim, mask=mask)
         for kernel in chosen.kernels
         for head_dim in chosen.head_dims
         for mask in chosen.masks
@@ -204,11 +210,13 @@ def plan_compiles(groups: list[Group], target: str, tiles: list[Tile] | None):
     """Group -> (the table's tile, tile -> its specs), and every spec that measuring needs."""
     import build_aot
     from flashattn.jit.targets import target_of
+    from flashattn.variants import MASKS
 
     limit, wanted, every = target_of(target).shared_limit, {}, []
     for group in groups:
+        mask = MASKS.index(group.mask)
         same = build_aot.declared_specs("core", target, f"{group.dtype} d{group.head_dim}").values()
-        same = [spec for spec in same if dict(spec.constants).get("IS_CAUSAL", group.causal) == group.causal]
+        same = [spec for spec in same if dict(spec.constants).get("MASK", mask) == mask]
         tuned = [spec for spec in same if spec.kernel == group.kernel]
         if not tuned:
             raise SystemExit(f"perf_flash.py: nothing is declared for {group} on {target}")

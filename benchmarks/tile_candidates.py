@@ -18,21 +18,23 @@ class Tile(NamedTuple):
     block_n: int
     num_warps: int
     num_stages: int
+    max_registers: int = 0
 
     def __str__(self) -> str:
-        return f"{self.block_m}x{self.block_n} w{self.num_warps} s{self.num_stages}"
+        most = f" r{self.max_registers}" if self.max_registers else ""
+        return f"{self.block_m}x{self.block_n} w{self.num_warps} s{self.num_stages}{most}"
 
 
 def parse_tile(text: str) -> Tile:
-    blocks, warps, stages = text.split()
-    return Tile(*map(int, blocks.split("x")), int(warps[1:]), int(stages[1:]))
+    blocks, warps, stages, *most = text.split()
+    return Tile(*map(int, blocks.split("x")), int(warps[1:]), int(stages[1:]), *(int(each[1:]) for each in most))
 
 
 def tile_argument(text: str) -> Tile:
     try:
-        return parse_tile(text.replace("w", " w").replace("s", " s"))
+        return parse_tile(text.replace("w", " w").replace("s", " s").replace("r", " r"))
     except (ValueError, TypeError):
-        raise argparse.ArgumentTypeError(f"{text!r} is not like 128x64w4s3") from None
+        raise argparse.ArgumentTypeError(f"{text!r} is not like 128x64w4s3 or 128x64w8s3r128") from None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,10 +44,10 @@ class Group:
     kernel: str
     dtype: str
     head_dim: int
-    causal: bool
+    mask: str
 
     def __str__(self) -> str:
-        return f"{self.kernel} {self.dtype} d{self.head_dim} {'causal' if self.causal else 'full'}"
+        return f"{self.kernel} {self.dtype} d{self.head_dim} {self.mask}"
 
 
 def _width(head_dim: int) -> int:
@@ -88,7 +90,8 @@ def candidates(kernel: str, head_dim: int, shared_limit: int) -> list[Tile]:
 def tile_of(spec) -> Tile:
     """The tile a spec was made with."""
     constants, options = dict(spec.constants), dict(spec.options)
-    return Tile(constants["BLOCK_M"], constants["BLOCK_N"], options["num_warps"], options["num_stages"])
+    most = options.get("maxnreg", 0)
+    return Tile(constants["BLOCK_M"], constants["BLOCK_N"], options["num_warps"], options["num_stages"], most)
 
 
 def with_tile(spec, tile: Tile):
@@ -98,7 +101,10 @@ def with_tile(spec, tile: Tile):
     return replace(
         spec,
         constants=tuple((name, blocks.get(name, value)) for name, value in spec.constants),
-        options=tuple((name, compiler.get(name, value)) for name, value in spec.options),
+        options=(
+            *((name, compiler.get(name, value)) for name, value in spec.options if name != "maxnreg"),
+            *((("maxnreg", tile.max_registers),) if tile.max_registers else ()),
+        ),
     )
 
 

@@ -363,7 +363,7 @@ WRONG = {
     "mixed dtypes": (lambda q, k, v: (q, k.half(), v), TypeError, "k is torch.float16 but q is torch.float32"),
     "rank": (lambda q, k, v: (q[0], k, v), ValueError, "q has 3 dimensions, expected 4"),
     "device": (lambda q, k, v: (q, k.to("meta"), v), ValueError, "k is on meta but q is on cpu"),
-    "batch": (lambda q, k, v: (q, k[:1], v), ValueError, "batch is 2 in q, 1 in k"),
+    "batch": (lambda q, k, v: (q, k[:1], v), ValueError, "batch is 2 in q and 1 in k"),
     "seqlen": (lambda q, k, v: (q, k, v[:, :1]), ValueError, "k has seqlen 6 but v has 1"),
     "heads": (lambda q, k, v: (q[:, :, :3], k, v), ValueError, "q has 3 heads and k has 2"),
     "no heads": (lambda q, k, v: (q, k[:, :, :0], v[:, :, :0]), ValueError, "q has 4 heads and k has 0"),
@@ -410,14 +410,10 @@ def test_a_scale_that_is_not_finite_is_refused():
 
 UNBUILT = {
     "dropout_p": 0.1,
-    "window_size": (5, 0),
     "softcap": 30.0,
     "alibi_slopes": torch.ones(1),
     "bias": torch.zeros(4, 4),
     "sink": torch.zeros(1),
-    "causal_alignment": "top_left",
-    "seqused_q": torch.ones(1),
-    "seqused_k": torch.ones(1),
     "out": torch.zeros(1, 4, 1, 8),
 }
 

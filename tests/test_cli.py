@@ -127,7 +127,7 @@ def stubbed(monkeypatch):
 
 
 def specs_for(target: str = "sm_90", head_dim: int = 16, **changes) -> list[KernelSpec]:
-    facts = {"dtype": "bf16", "head_dim": head_dim, "head_dim_v": head_dim, "is_causal": False, "is_aligned": True}
+    facts = {"dtype": "bf16", "head_dim": head_dim, "head_dim_v": head_dim, "mask": "full", "is_aligned": True}
     return list(specs.specs_of(FwdVariant(**{**facts, "allow_tf32": False, **changes}), target))
 
 
@@ -273,7 +273,7 @@ def test_doctor_says_that_a_gpu_is_jit_only(place):
         ("gpu too old", "cuda:0", "target 'sm_75' is not supported"),
         ("driver refuses", "driver", "CUDA_ERROR_NO_DEVICE (100)"),
         ("torch without a GPU", "torch", "install a torch that is built for it"),
-        ("damaged kernel", "sm_90", "of 70 kernels of the core profile 69 are in the wheel and 0 in the cache"),
+        ("damaged kernel", "sm_90", "of 100 kernels of the core profile 99 are in the wheel and 0 in the cache"),
         ("damaged manifest", "sm_90", "corrupt: its MANIFEST.json cannot be understood"),
         ("other sources", "sm_90", "source: it was compiled from other sources of the kernels"),
         ("no wheel, no Triton", "JIT", "Triton is not installed: a kernel that the wheel lacks cannot be compiled"),
@@ -320,10 +320,10 @@ def test_doctor_judges_an_image_in_which_compiling_is_off(place):
     place.fill_wheel(drop=2)
     place.set(FLASHATTN_DISABLE_JIT=1)
     text = said(place.json("doctor", "--target", "sm_90", status=1), "sm_90")
-    assert "68 are in the wheel and 0 in the cache; the others raise KernelMissing" in text
+    assert "98 are in the wheel and 0 in the cache; the others raise KernelMissing" in text
     place.fill_cache(*core("sm_80"))
     found = place.json("doctor", "--target", "sm_80")
-    assert "0 are in the wheel and 70 in the cache" in said(found, "sm_80")
+    assert "0 are in the wheel and 100 in the cache" in said(found, "sm_80")
 
 
 def test_doctor_does_not_take_force_jit_for_damage(place):
@@ -345,15 +345,15 @@ def test_doctor_does_not_miss_triton_where_the_wheel_has_everything(place):
 def test_list_counts_where_the_declared_kernels_are(place):
     wheel = place.fill_wheel()
     place.damage(wheel)
-    place.fill_cache(*core("sm_80", dtype="fp16", head_dim=64, is_causal=True))
+    place.fill_cache(*core("sm_80", dtype="fp16", head_dim=64, mask="causal"))
     targets = place.json("list")["targets"]
     assert list(targets) == list(SUPPORTED)
     sources = {name: [kernel["source"] for kernel in targets[name]["kernels"]] for name in targets}
-    assert (sources["sm_90"].count("wheel"), sources["sm_90"].count("compiled")) == (69, 1)
+    assert (sources["sm_90"].count("wheel"), sources["sm_90"].count("compiled")) == (99, 1)
     assert (sources["sm_80"].count("user cache"), sources["sm_80"].count("compiled")) == (4, 66)
     place.run("list")
     row = next(line.split() for line in place.out.splitlines() if line.startswith("sm_90"))
-    assert row[:7] == ["sm_90", "40", "70", "69", "0", "1", "0"]
+    assert row[:7] == ["sm_90", "60", "100", "99", "0", "1", "0"]
 
 
 def test_list_of_one_target_has_a_row_for_each_variant(place):
@@ -369,7 +369,7 @@ def test_verify_finds_a_sound_wheel_and_cache_sound(place):
     place.fill_cache(*specs_for())
     assert place.run("verify") == 0
     assert "Every kernel is as it was compiled." in place.out
-    assert [each["kernels"] for each in place.json("verify")["places"]] == [70, 1]
+    assert [each["kernels"] for each in place.json("verify")["places"]] == [100, 1]
 
 
 @pytest.mark.parametrize(
@@ -421,14 +421,14 @@ def test_explain_says_where_each_kernel_would_come_from_and_compiles_nothing(pla
     found = explained(place, *EXPLAIN)
     assert {kernel["source"] for kernel in found.values()} == {"compiled"}
     assert [each["reason"] for each in found["attn_fwd"]["rejected"]] == ["not built", "absent"]
-    place.fill_cache(*core(dtype="bf16", head_dim=128, is_causal=False))
+    place.fill_cache(*core(dtype="bf16", head_dim=128, mask="full"))
     assert {kernel["source"] for kernel in explained(place, *EXPLAIN).values()} == {"user cache"}
     place.fill_wheel()
     found = explained(place, *EXPLAIN)
     assert {kernel["source"] for kernel in found.values()} == {"wheel"}
     assert list(found) == ["attn_fwd", "bwd_preprocess", "bwd_dkdv", "bwd_dq"]
     assert {kernel["spec_key"] for kernel in found.values()} == {
-        spec.key for spec in core(dtype="bf16", head_dim=128, is_causal=False)
+        spec.key for spec in core(dtype="bf16", head_dim=128, mask="full")
     }
 
 
@@ -436,7 +436,7 @@ def test_explain_shows_label_tile_and_reasons_to_people(place):
     place.fill_wheel()
     assert place.run(*EXPLAIN, "--causal", "--generic", "--head-dim-v", "64") == 0
     assert "fwd bf16 d128 dv64 causal generic on sm_90" in place.out
-    (spec,) = specs_for(head_dim=128, head_dim_v=64, is_causal=True, is_aligned=False)
+    (spec,) = specs_for(head_dim=128, head_dim_v=64, mask="causal", is_aligned=False)
     constants, options = dict(spec.constants), dict(spec.options)
     assert spec.label() in place.out
     assert f"{constants['BLOCK_M']} x {constants['BLOCK_N']}, {options['num_warps']} warps" in place.out
@@ -528,7 +528,7 @@ def test_a_cache_that_is_not_trusted_is_a_problem(place):
 
 
 def test_warmup_compiles_what_a_file_names_and_calls_find_it(place):
-    wanted = [*specs_for(), *specs_for("gfx942", is_causal=True)]
+    wanted = [*specs_for(), *specs_for("gfx942", mask="causal")]
     path = recorded(place.root / "record", *wanted, wanted[0])
     assert place.run("warmup", path, "--jobs", "2") == 0
     assert "2 kernels: 0 in the wheel, 0 in the cache, 2 to compile" in place.out
@@ -543,7 +543,7 @@ def test_warmup_of_a_profile_compiles_only_what_the_wheel_lacks(place, stubbed):
     place.fill_wheel(drop=3)
     place.set(FLASHATTN_ON_AOT_MISS="error")
     found = place.json("warmup", "--profile", "core", "--target", "sm_90", "--jobs", "2")
-    assert (found["in_wheel"], found["compiled"], found["failed"]) == (67, 3, 0)
+    assert (found["in_wheel"], found["compiled"], found["failed"]) == (97, 3, 0)
     assert {entry.key for entry in UserStore(place.cache).entries()} == {
         artifact_of(spec, DIGEST).key for spec in list(declared_specs("core", "sm_90").values())[:3]
     }

@@ -22,7 +22,15 @@ from flashattn.jit.targets import SUPPORTED
 
 DTYPES = (torch.bfloat16, torch.float16)
 HEAD_DIMS = (64, 96, 128, 192, 256)
-FORMS = ("plain", "kvpacked", "qkvpacked", "heads before lengths")
+FORMS = ("plain", "kvpacked", "qkvpacked", "heads before lengths", "padded", "varlen")
+MASKS = {
+    "full": {},
+    "top left": {"causal_alignment": "top_left"},
+    "causal": {"causal": True},
+    "ahead": {"window_size": (-1, 2)},
+    "window": {"window_size": (3, -1)},
+    "causal window": {"window_size": (2, 1), "causal": True, "causal_alignment": "top_left"},
+}
 USES = ("inference", "with lse", "training", "training through lse", "gradient of one")
 
 
@@ -32,6 +40,7 @@ class Recorder:
     def __init__(self):
         self.resolved: dict[str, str] = {}
         self.launched: dict[str, str] = {}
+        self.calls: list[tuple] = []
 
     def resolve(self, spec):
         self.resolved[spec.key] = spec.label()
@@ -45,6 +54,7 @@ class Recorder:
         # The two scratch pointers are the driver's.
         assert len(args) == len(list(parameters(spec))) - 2
         self.launched[spec.key] = spec.label()
+        self.calls.append((spec.key, grid, args[:5], args[5:]))
 
 
 @pytest.fixture
@@ -68,7 +78,7 @@ def on_a_gpu(monkeypatch):
     launch.reset()
 
 
-def call(form: str, use: str, dtype, head_dim: int, causal: bool) -> None:
+def call(form: str, use: str, dtype, head_dim: int, mask: str) -> None:
     """One call of a public function, and of its backward where it is used so. Lengths are no multiples of a tile."""
     make = functools.partial(torch.zeros, dtype=dtype, requires_grad=use.startswith(("training", "gradient")))
     if form == "qkvpacked":
@@ -80,6 +90,13 @@ def call(form: str, use: str, dtype, head_dim: int, causal: bool) -> None:
             [make(2, 3, 4, head_dim), *(make(2, 7, 1, head_dim) for _ in "kv")],
             flashattn.flash_attn_func,
         )
+    elif form == "padded":
+        inputs = [make(2, 3, 4, head_dim), *(make(2, 7, 1, head_dim) for _ in "kv")]
+        function = functools.partial(flashattn.flash_attn_func, seqused_k=torch.tensor([7, 2]))
+    elif form == "varlen":
+        inputs = [make(9, 4, head_dim), *(make(6, 2, head_dim) for _ in "kv")]
+        ends = torch.tensor([[0, 2, 9], [0, 6, 6]])
+        function = functools.partial(flashattn.flash_attn_varlen_func, cu_seqlens_q=ends[0], cu_seqlens_k=ends[1])
     else:
         inputs = [make(1, 2, 9, head_dim) for _ in "qkv"]
 
@@ -89,7 +106,7 @@ def call(form: str, use: str, dtype, head_dim: int, causal: bool) -> None:
     if use == "gradient of one":
         for tensor in inputs[1:]:
             tensor.requires_grad_(False)
-    result = function(*inputs, causal=causal, return_lse=use.endswith("lse"))
+    result = function(*inputs, **MASKS[mask], return_lse=use.endswith("lse"))
     if use == "training through lse":
         result[1].sum().backward()
     elif inputs[0].requires_grad:
@@ -97,7 +114,7 @@ def call(form: str, use: str, dtype, head_dim: int, causal: bool) -> None:
 
 
 def call_everything() -> None:
-    for scenario in itertools.product(FORMS, USES, DTYPES, HEAD_DIMS, (False, True)):
+    for scenario in itertools.product(FORMS, USES, DTYPES, HEAD_DIMS, MASKS):
         call(*scenario)
 
 
@@ -159,7 +176,8 @@ def _never_launch(monkeypatch):
     backward = launch.backward
 
     def without_dkdv(dout, q, k, v, *rest):
-        backward(dout, q, k, v, *rest[:-1], False)
+        out, lse, dlse, want_dq, _, *call = rest
+        backward(dout, q, k, v, out, lse, dlse, want_dq, False, *call)
         return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
 
     monkeypatch.setattr(launch, "backward", without_dkdv)
@@ -221,7 +239,67 @@ def test_all_shapes_of_one_feature_set_ask_for_the_same_kernels(on_a_gpu):
 
 def test_a_repeated_call_resolves_nothing(on_a_gpu):
     recorder = on_a_gpu("sm_90")
-    call("plain", "training", torch.bfloat16, 64, True)
+    call("plain", "training", torch.bfloat16, 64, "causal")
     recorder.resolved.clear()
-    call("plain", "training", torch.bfloat16, 64, True)
+    call("plain", "training", torch.bfloat16, 64, "causal")
     assert recorder.resolved == {}
+
+
+def unlike_calls():
+    """Dense forwards of which no two launch the same, by what is unlike the first."""
+    q, k, v = (torch.zeros(2, length, 4, 64, dtype=torch.bfloat16) for length in (3, 7, 7))
+    odd, wide = q.new_zeros(q.numel() + 1)[1:].view(q.shape), q.new_zeros(2, 3, 4, 72)[..., :64]
+    return {
+        "the first": (q, k, v),
+        "lengths of keys": (q, k[:, :5], v[:, :5]),
+        "heads of keys": (q, k[:, :, :2], v[:, :, :2]),
+        "batch": (q[:1], k[:1], v[:1]),
+        "head_dim of v": (q, k, v[..., :32]),
+        "strides of q": (wide, k, v),
+        "strides of k": (q, k.transpose(1, 2).contiguous().transpose(1, 2), v),
+        "address of q": (odd, k, v),
+        "dtype": (q.half(), k.half(), v.half()),
+        "scale": (q, k, v, 0.5),
+        "causal": (q, k, v, None, True),
+        "window": (q, k, v, None, True, 2),
+        "right of the window": (q, k, v, None, False, 2, 1),
+        "corner": (q, k, v, None, True, -1, -1, True),
+    }
+
+
+def test_a_call_like_an_earlier_one_launches_what_that_did_and_no_other_call_does(on_a_gpu, monkeypatch):
+    recorder, calls = on_a_gpu("sm_90"), unlike_calls()
+    forward, slow = launch.forward, []
+    monkeypatch.setattr(launch, "forward", lambda *call: slow.append(call) or forward(*call))
+    for call in (*calls.values(), *calls.values()):
+        torch.ops.flashattn.attn_fwd.inference(*call)
+        torch.ops.flashattn.attn_fwd(*call)
+    half = len(recorder.calls) // 2
+    assert half == 2 * len(calls)
+    assert [(key, grid, values) for key, grid, _, values in recorder.calls[:half]] == [
+        (key, grid, values) for key, grid, _, values in recorder.calls[half:]
+    ]
+    assert len({(key, grid, values) for key, grid, _, values in recorder.calls}) == half
+    for (_, _, first, _), (_, _, again, _) in zip(recorder.calls[:half], recorder.calls[half:], strict=True):
+        assert first[:3] == again[:3]
+        assert [pointer == 0 for pointer in first] == [pointer == 0 for pointer in again]
+    # All but the call at an odd address, which has the strides of an aligned one, went the short way.
+    assert len(slow) == half + 2
+
+
+def test_a_repeated_call_with_other_addresses_is_looked_at_again(on_a_gpu):
+    recorder, (q, k, v) = on_a_gpu("sm_90"), unlike_calls()["the first"]
+    odd = unlike_calls()["address of q"][0]
+    for first in (q, q, odd, q):
+        flashattn.flash_attn_func(first, k, v)
+    keys = [key for key, *_ in recorder.calls]
+    assert keys[0] == keys[1] == keys[3] != keys[2]
+
+
+def test_what_is_remembered_of_calls_does_not_grow_for_ever(on_a_gpu, monkeypatch):
+    on_a_gpu("sm_90")
+    monkeypatch.setattr(launch, "_MOST_CALLS", 8)
+    for seqlen in range(1, 30):
+        q = torch.zeros(1, seqlen, 1, 64, dtype=torch.bfloat16)
+        flashattn.flash_attn_func(q, q, q)
+    assert 1 <= len(launch._calls) <= 8

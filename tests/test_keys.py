@@ -34,7 +34,7 @@ def changes_of(value):
 
 
 def a_spec(kind: type = KernelSpec) -> KernelSpec:
-    variant = FwdVariant(dtype="bf16", head_dim=64, head_dim_v=64, is_causal=True, is_aligned=True, allow_tf32=False)
+    variant = FwdVariant(dtype="bf16", head_dim=64, head_dim_v=64, mask="causal", is_aligned=True, allow_tf32=False)
     (spec,) = specs.specs_of(variant, "sm_90")
     return kind(**spec.to_json())
 
@@ -173,7 +173,7 @@ OTHER_VALUES = {
     "dtype": ("fp16",),
     "head_dim": (63, 128),
     "head_dim_v": (63, 128),
-    "is_causal": (True,),
+    "mask": ("causal", "window"),
     "is_aligned": (False,),
     "allow_tf32": (True,),
 }
@@ -185,7 +185,7 @@ def ignored(specs_of, family: type, target: str) -> set[str]:
     for field in fields(family):
         for value in OTHER_VALUES[field.name]:
             dtype = "fp32" if field.name == "allow_tf32" else "bf16"
-            base = family(dtype=dtype, head_dim=64, head_dim_v=64, is_causal=False, is_aligned=True, allow_tf32=False)
+            base = family(dtype=dtype, head_dim=64, head_dim_v=64, mask="full", is_aligned=True, allow_tf32=False)
             before, after = (
                 {spec.key for spec in specs_of(variant, target)}
                 for variant in (base, replace(base, **{field.name: value}))
@@ -203,15 +203,15 @@ def test_every_field_of_a_variant_changes_a_spec(family, target):
 @pytest.mark.parametrize("name", OTHER_VALUES)
 def test_a_field_that_no_spec_reads_is_told(name):
     def forgetful(variant, target):
-        fixed = {"dtype": variant.dtype if variant.dtype == "fp32" else "bf16", "is_causal": False, "is_aligned": True}
+        fixed = {"dtype": variant.dtype if variant.dtype == "fp32" else "bf16", "mask": "full", "is_aligned": True}
         value = {**fixed, "head_dim": 64, "head_dim_v": 64, "allow_tf32": False}[name]
         return specs.specs_of(replace(variant, **{name: value}), target)
 
     assert ignored(forgetful, FwdVariant, "sm_90") == {name}
 
 
-FACTS = ("bwd", torch.bfloat16, 64, 64, False, True)
-OTHER_FACTS = ("fwd", torch.float16, 128, 128, True, False)
+FACTS = ("bwd", torch.bfloat16, 64, 64, "full", True)
+OTHER_FACTS = ("fwd", torch.float16, 128, 128, "causal", False)
 
 
 def lost(plan) -> list[int]:
@@ -261,6 +261,7 @@ class _Nothing:
     """Stands in for a loaded kernel."""
 
     block_m = block_n = 16
+    launch, waits = None, False
 
     def __init__(self, spec, index):
         self.spec = spec

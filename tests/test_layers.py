@@ -19,12 +19,13 @@ PACKAGE = Path(flashattn.__file__).parent
 MAY_IMPORT = {
     "interface": {"checks", "ops"},
     "ops": {"checks", "launch", "reference"},
-    "launch": {"checks", "settings", "specs", "_version", "jit", "variants"},
+    "launch": {"checks", "layout", "settings", "specs", "_version", "jit", "variants"},
     "specs": {"declared", "settings", "jit", "tiles", "variants"},
     "checks": {"variants"},
     "declared": {"variants"},
     "tiles": {"variants"},
     "variants": set(),
+    "layout": set(),
     "reference": set(),
     "settings": set(),
 }
@@ -89,9 +90,9 @@ def test_every_declared_variant_has_specs_that_fit_the_kernels():
 
 def test_shapes_are_not_in_a_variant():
     names = set(FwdVariant.__dataclass_fields__)
-    assert names == {"dtype", "head_dim", "head_dim_v", "is_causal", "is_aligned", "allow_tf32"}
+    assert names == {"dtype", "head_dim", "head_dim_v", "mask", "is_aligned", "allow_tf32"}
     with pytest.raises(TypeError, match="head_dim must be int"):
-        FwdVariant(dtype="bf16", head_dim=64.0, head_dim_v=64, is_causal=True, is_aligned=True, allow_tf32=False)
+        FwdVariant(dtype="bf16", head_dim=64.0, head_dim_v=64, mask="causal", is_aligned=True, allow_tf32=False)
 
 
 def test_import_starts_no_triton_and_no_gpu():

@@ -9,6 +9,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 
 import perf_flash
+import problems
 from tile_candidates import KERNELS, Group, Tile, best_first, candidates, parse_tile, tile_of, with_tile
 
 from flashattn.jit.spec import KernelSpec
@@ -16,8 +17,8 @@ from flashattn.jit.spec import KernelSpec
 SPEC = KernelSpec(
     module="flashattn.kernels.flash_fwd",
     kernel="attn_fwd",
-    signature=(("q_ptr", "*bf16"), ("BLOCK_M", "constexpr"), ("BLOCK_N", "constexpr"), ("IS_CAUSAL", "constexpr")),
-    constants=(("IS_CAUSAL", True), ("BLOCK_M", 128), ("BLOCK_N", 64)),
+    signature=(("q_ptr", "*bf16"), ("BLOCK_M", "constexpr"), ("BLOCK_N", "constexpr"), ("MASK", "constexpr")),
+    constants=(("MASK", 1), ("BLOCK_M", 128), ("BLOCK_N", 64)),
     alignment=(("q_ptr", 16),),
     options=(("enable_fp_fusion", True), ("num_stages", 3), ("num_warps", 8)),
     target="sm_90",
@@ -41,7 +42,13 @@ def test_there_are_candidates_for_every_kernel_and_a_small_gpu(kernel, head_dim)
     assert len(set(large)) == len(large)
 
 
-@pytest.mark.parametrize("text", ["128x64 w8 s3", str(Tile(32, 128, 4, 1))])
+def test_a_bound_on_registers_comes_and_goes_with_a_tile():
+    bound = with_tile(SPEC, Tile(128, 64, 8, 3, 128))
+    assert dict(bound.options)["maxnreg"] == 128 and tile_of(bound) == Tile(128, 64, 8, 3, 128)
+    assert with_tile(bound, Tile(128, 64, 8, 3)) == SPEC
+
+
+@pytest.mark.parametrize("text", ["128x64 w8 s3", "128x64 w8 s3 r128", str(Tile(32, 128, 4, 1))])
 def test_a_tile_is_read_back_as_it_is_written(text):
     assert str(parse_tile(text)) == text
 
@@ -58,11 +65,11 @@ def test_the_best_tile_is_the_one_with_the_least_slowdown_over_all_lengths():
 
 
 def test_the_winner_is_printed_as_python_with_its_gain():
-    group = Group(kernel="attn_fwd", dtype="bf16", head_dim=64, causal=True)
+    group = Group(kernel="attn_fwd", dtype="bf16", head_dim=64, mask="causal")
     line = perf_flash.winner_line(
         group, {"ranking": [["64x32 w4 s2", 1.0], ["table", 1.1]]}, Tile(128, 64, 8, 3), "sm_90"
     )
-    assert line == '("sm_90", "attn_fwd", "bf16", 64, True): Tile(64, 32, 4, 2),  # 1.100 of the table\'s speed'
+    assert line == '("sm_90", "attn_fwd", "bf16", 64, "causal"): Tile(64, 32, 4, 2),  # 1.100 of the table\'s speed'
 
 
 def test_a_contender_switches_the_tiles_only_when_another_was_used_before(monkeypatch, tmp_path):
@@ -75,7 +82,7 @@ def test_a_contender_switches_the_tiles_only_when_another_was_used_before(monkey
         assert contender() == "out"
     assert [path and path.name for path in used] == ["attn_fwd-64x32-w4-s2.json", None, "attn_fwd-64x32-w4-s2.json"]
     override = json.loads(used[0].read_text())
-    assert override == {"attn_fwd": {"block_m": 64, "block_n": 32, "num_warps": 4, "num_stages": 2}}
+    assert override == {"attn_fwd": Tile(64, 32, 4, 2)._asdict()}
 
 
 class FakeRun:
@@ -96,6 +103,31 @@ class FakeRun:
         ]
 
 
+@pytest.mark.parametrize("mask", ["full", "causal", "window"])
+def test_a_group_is_compiled_with_the_kernels_of_its_own_mask_and_no_other(mask):
+    chosen = perf_flash.parse_arguments(["--kernels", "bwd_dq", "--head-dims", "64", "--masks", mask])
+    (group,) = perf_flash.groups_of(chosen)
+    tile = Tile(64, 32, 4, 2)
+    wanted, every = perf_flash.plan_compiles([group], "sm_90", [tile])
+    _, tried = wanted[group]
+    assert [spec.kernel for spec in tried[tile]] == ["bwd_dq"]
+    assert {spec.kernel for spec in every} == {"attn_fwd", "bwd_preprocess", "bwd_dkdv", "bwd_dq"}
+    found = {dict(spec.constants)["MASK"] for spec in every if spec.kernel != "bwd_preprocess"}
+    assert found == {["full", "causal", "window"].index(mask)}
+
+
+def test_a_group_of_windows_is_measured_on_one_that_ends_at_the_query(monkeypatch, tmp_path):
+    monkeypatch.setattr(problems, "DEVICE", "cpu")
+    monkeypatch.setattr(problems, "TOKENS", 32)
+    monkeypatch.setattr(problems, "HIDDEN", 32)
+    monkeypatch.setattr(perf_flash, "WINDOW", (3, 0))
+    monkeypatch.setattr(perf_flash, "use_tiles", lambda path: None)
+    group = Group(kernel="bwd_dkdv", dtype="bf16", head_dim=16, mask="window")
+    found = perf_flash.case(group, 16, [None], tmp_path)
+    assert (found["case"]["window"], found["case"]["causal"]) == ((3, 0), True)
+    assert found["check"].fault(found["contenders"]["table"]()) is None
+
+
 def test_all_are_screened_once_and_the_best_few_and_the_tables_are_measured_at_every_length(monkeypatch, tmp_path):
     tiles = [Tile(64, 32, 4, stages) for stages in range(1, 8)]
     times = {str(tile): 8.0 - i for i, tile in enumerate(tiles)} | {"table": 9.0}
@@ -108,7 +140,7 @@ def test_all_are_screened_once_and_the_best_few_and_the_tables_are_measured_at_e
             "contenders": {str(tile or "table"): None for tile in chosen},
         },
     )
-    run, group = FakeRun(times), Group(kernel="bwd_dq", dtype="bf16", head_dim=64, causal=False)
+    run, group = FakeRun(times), Group(kernel="bwd_dq", dtype="bf16", head_dim=64, mask="full")
     record = perf_flash.tune(run, group, [4096, 1024], tiles, tmp_path)
     best_four = [str(tile) for tile in tiles[2:6]]
     everything = sorted([*map(str, tiles), "table"])

@@ -120,7 +120,9 @@ def _add_explain(commands) -> None:
     add("--dtype", choices=tuple(cli_kernels.TORCH_DTYPES), required=True)
     add("--head-dim", type=_COUNT, required=True, metavar="N", help="of q and k")
     add("--head-dim-v", type=_COUNT, metavar="N", help="of v (default: that of q)")
-    add("--causal", action="store_true")
+    masks = parser.add_mutually_exclusive_group()
+    masks.add_argument("--causal", action="store_true", help="queries see no key behind them")
+    masks.add_argument("--window", action="store_true", help="queries see back only so far, whatever else")
     add("--generic", action="store_true", help="some pointer or stride is not a multiple of 16 bytes")
     _target(parser, "for these instead of the GPUs here")
 

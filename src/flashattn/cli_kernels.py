@@ -155,10 +155,11 @@ def explain(args) -> Report:
     if not (1 <= args.head_dim <= MAX_HEAD_DIM and 1 <= head_dim_v <= MAX_HEAD_DIM):
         raise Usage(f"head_dim must be 1 to {MAX_HEAD_DIM}, got {args.head_dim} and {head_dim_v}")
     probe = Probe(current)
+    mask = "window" if args.window else "causal" if args.causal else "full"
     texts, data, problems = [], [], []
     for target in wanted_targets(args.target):
         for family in ("fwd", "bwd"):
-            facts = (family, TORCH_DTYPES[args.dtype], args.head_dim, head_dim_v, args.causal, not args.generic)
+            facts = (family, TORCH_DTYPES[args.dtype], args.head_dim, head_dim_v, mask, not args.generic)
             variant, wanted = plan(facts, target)
             kernels = [_explained(probe, spec) for spec in wanted]
             texts += [f"{variant} on {target}", *(_kernel_text(kernel) for kernel in kernels)]

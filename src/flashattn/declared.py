@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from itertools import product
 
-from .variants import BwdVariant, FwdVariant
+from .variants import MASKS, BwdVariant, FwdVariant
 
 PROFILES = ("core", "full")
 _DTYPES = ("bf16", "fp16")
@@ -18,7 +18,7 @@ def axes(profile: str) -> list[tuple[str, tuple, str]]:
     return [
         ("dtype", _DTYPES, "what transformers are trained and served in"),
         ("head_dim", dims, "sizes of common models; others are compiled on first call"),
-        ("is_causal", (False, True), "the loop over keys differs"),
+        ("mask", MASKS, "the loops over keys differ; how far a window reaches is run-time data"),
         ("is_aligned", (True,), "16-byte loads; views that are not aligned are compiled on first call"),
     ]
 

@@ -97,7 +97,7 @@ TABLE = (
         "FLASHATTN_DEBUG",
         "switch",
         "0",
-        "Wait for the GPU after every launch, so that a fault is told at the call that caused it.",
+        "Wait for the GPU after every launch, so that a fault is told at the call that caused it, and check lengths.",
     ),
     Variable("FLASHATTN_TILES", "path", "", "JSON file of tile sizes used in place of the measured ones."),
     Variable("FLASHATTN_RECORD", "path", "", "File that gets a line for each kernel asked for; `warmup` reads it."),

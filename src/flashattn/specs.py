@@ -5,23 +5,28 @@ from __future__ import annotations
 from . import declared, settings
 from .jit.spec import KernelSpec
 from .tiles import Tile, tile_for
-from .variants import BwdVariant, FwdVariant, _Variant
+from .variants import MASKS, BwdVariant, FwdVariant, _Variant
 
 _STRIDES = ("i64", "i64", "i64")
 _ITEMSIZE = {"fp16": 2, "bf16": 2, "fp32": 4}
 _FORWARD = "flashattn.kernels.flash_fwd"
 _BACKWARD = "flashattn.kernels.flash_bwd"
 
-_PRODUCTS = ("heads_q", "heads_k", "seqlen_q", "seqlen_k", "softmax_scale")
+_PRODUCTS = (
+    *("batch", "heads_q", "heads_k", "seqlen_q", "seqlen_k", "kind_q", "kind_k", "softmax_scale"),
+    *("window_left", "window_right", "top_left"),
+)
+# Where sequences start and how long they are; of these no alignment is promised.
+_TABLES = ("starts_q", "lengths_q", "starts_k", "lengths_k")
 
-# kernel: (module, tensors, scalars, are products fused with sums). The tensors of `_FP32` are contiguous and have no
-# strides; the others have three each, in the same order.
+# kernel: (module, tensors, scalars, are products fused with sums). The tensors of `_FP32` and the tables are contiguous
+# and have no strides; the others have three each, in the same order.
 _KERNELS = {
     # The scores' maximum and the exponents must round alike, or huge scores overflow: no fused multiply-add.
-    "attn_fwd": (_FORWARD, ("q", "k", "v", "out", "lse"), (*_PRODUCTS, "write_lse"), False),
+    "attn_fwd": (_FORWARD, ("q", "k", "v", "out", "lse", *_TABLES), (*_PRODUCTS, "write_lse"), False),
     "bwd_preprocess": (_BACKWARD, ("out", "dout", "dlse", "delta"), ("heads_q", "seqlen_q", "add_dlse"), True),
-    "bwd_dkdv": (_BACKWARD, ("q", "k", "v", "dout", "lse", "delta", "dk", "dv"), _PRODUCTS, True),
-    "bwd_dq": (_BACKWARD, ("q", "k", "v", "dout", "lse", "delta", "dq"), _PRODUCTS, True),
+    "bwd_dkdv": (_BACKWARD, ("q", "k", "v", "dout", "lse", "delta", "dk", "dv", *_TABLES), _PRODUCTS, True),
+    "bwd_dq": (_BACKWARD, ("q", "k", "v", "dout", "lse", "delta", "dq", *_TABLES), _PRODUCTS, True),
 }
 _FP32 = ("lse", "dlse", "delta")
 
@@ -42,7 +47,7 @@ def constants_of(kernel: str, variant: _Variant, tile: Tile) -> dict[str, bool |
     return {
         "HEAD_DIM": variant.head_dim,
         "HEAD_DIM_V": variant.head_dim_v,
-        "IS_CAUSAL": variant.is_causal,
+        "MASK": MASKS.index(variant.mask),
         "ALLOW_TF32": variant.allow_tf32,
         "BLOCK_M": tile.block_m,
         "BLOCK_N": tile.block_n,
@@ -54,20 +59,23 @@ def constants_of(kernel: str, variant: _Variant, tile: Tile) -> dict[str, bool |
 def spec_of(kernel: str, variant: _Variant, target: str) -> KernelSpec:
     """The spec of one kernel of `variant`."""
     module, tensors, scalars, fused = _KERNELS[kernel]
-    strided = [name for name in tensors if name not in _FP32]
+    strided = [name for name in tensors if name not in (*_FP32, *_TABLES)]
+    kinds = {**dict.fromkeys(_FP32, "*fp32"), **dict.fromkeys(_TABLES, "*i32")}
     tile = tile_for(kernel, variant, target, settings.get().tiles)
     constants = constants_of(kernel, variant, tile)
-    signature = [(f"{name}_ptr", "*fp32" if name in _FP32 else f"*{variant.dtype}") for name in tensors]
+    signature = [(f"{name}_ptr", kinds.get(name, f"*{variant.dtype}")) for name in tensors]
     signature += [(f"{name}_strides", _STRIDES) for name in strided]
     signature += [(name, "fp32" if name == "softmax_scale" else "i32") for name in scalars]
     signature += [(name, "constexpr") for name in constants]
     alignment = []
     if variant.is_aligned:
-        # Every pointer is looked at before a call is called aligned.
-        alignment = [(f"{name}_ptr", 16) for name in tensors]
+        # Every one of these pointers is looked at before a call is called aligned.
+        alignment = [(f"{name}_ptr", 16) for name in tensors if name not in _TABLES]
         step = 16 // _ITEMSIZE[variant.dtype]
         alignment += [(f"{name}_strides.{i}", step) for name in strided for i in range(3)]
     options = {"enable_fp_fusion": fused, "num_stages": tile.num_stages, "num_warps": tile.num_warps}
+    if tile.max_registers:
+        options["maxnreg"] = tile.max_registers
     return KernelSpec(
         module=module,
         kernel=kernel,

@@ -7,23 +7,31 @@ import json
 from dataclasses import dataclass, fields
 from pathlib import Path
 
-from .variants import _Variant
+from .variants import MASKS, _Variant
 
 KERNELS = ("attn_fwd", "bwd_preprocess", "bwd_dkdv", "bwd_dq")
 
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """Queries and keys a step handles, warps a program has, and depth of the software pipeline."""
+    """Queries and keys a step handles, warps a program has, and depth of the software pipeline.
+
+    max_registers: most a thread may have, so that more programs fit at once; 0: as many as the compiler likes.
+    """
 
     block_m: int
     block_n: int
     num_warps: int
     num_stages: int
+    max_registers: int = 0
 
     def __post_init__(self):
         for field in fields(self):
             value = getattr(self, field.name)
+            if field.name == "max_registers":
+                if type(value) is not int or not (value == 0 or 24 <= value <= 255):
+                    raise ValueError(f"max_registers must be 0 or 24 to 255, got {value!r}")
+                continue
             least = 16 if field.name.startswith("block") else 1
             power = type(value) is int and value >= least and value & (value - 1) == 0
             if not (power or (field.name == "num_stages" and type(value) is int and 1 <= value <= 8)):
@@ -38,19 +46,23 @@ _LARGE = {
     "bwd_dkdv": {64: Tile(64, 128, 8, 2), 128: Tile(64, 64, 4, 2), 256: Tile(32, 32, 4, 1)},
     "bwd_dq": {64: Tile(64, 64, 4, 2), 128: Tile(64, 64, 4, 2), 256: Tile(32, 32, 4, 1)},
 }
-# Measured on an H200 up to 128 (docs/performance.md); a pair is (full, causal).
+# Measured on an H200 up to 128 (docs/performance.md); three tiles are for full, causal and window.
 _HOPPER = {
     "attn_fwd": {
-        64: Tile(128, 64, 8, 3),
-        128: (Tile(128, 64, 4, 2), Tile(128, 128, 8, 3)),
+        64: (Tile(128, 64, 8, 3, 128), Tile(64, 64, 4, 3, 128), Tile(64, 64, 4, 2, 128)),
+        128: (Tile(64, 64, 4, 3, 168), Tile(64, 64, 4, 3, 168), Tile(64, 64, 4, 2)),
         256: Tile(128, 64, 8, 2),
     },
     "bwd_dkdv": {
-        64: Tile(32, 128, 4, 2),
-        128: (Tile(64, 64, 4, 2), Tile(32, 64, 4, 2)),
+        64: (Tile(32, 128, 4, 2), Tile(32, 128, 4, 2), Tile(64, 64, 4, 1)),
+        128: (Tile(64, 64, 4, 2), Tile(64, 64, 4, 2), Tile(32, 64, 4, 2)),
         256: Tile(32, 64, 8, 1),
     },
-    "bwd_dq": {64: Tile(64, 64, 4, 3), 128: Tile(128, 64, 8, 3), 256: Tile(64, 32, 4, 1)},
+    "bwd_dq": {
+        64: Tile(64, 64, 4, 3),
+        128: (Tile(128, 64, 8, 3), Tile(128, 64, 8, 3), Tile(64, 64, 4, 2)),
+        256: Tile(64, 32, 4, 1),
+    },
 }
 _SMALL = {
     "attn_fwd": {64: Tile(64, 64, 4, 2), 128: Tile(64, 32, 4, 2), 256: Tile(32, 32, 4, 1)},
@@ -78,7 +90,7 @@ def tile_for(kernel: str, variant: _Variant, target: str, override: Path | None 
     table = _FP32 if variant.dtype == "fp32" else _BY_TARGET.get(target, _SMALL)
     width = max(64, variant.block_d, variant.block_dv)
     found = table[kernel][width]
-    return found if isinstance(found, Tile) else found[variant.is_causal]
+    return found if isinstance(found, Tile) else found[MASKS.index(variant.mask)]
 
 
 @functools.cache

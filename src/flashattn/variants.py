@@ -5,15 +5,18 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 
 DTYPES = ("fp16", "bf16", "fp32")
+MASKS = ("full", "causal", "window")
 MAX_HEAD_DIM = 256
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Variant:
+    """mask: the bounds that a call may set: none, how far a query sees ahead, or how far it sees back too."""
+
     dtype: str
     head_dim: int
     head_dim_v: int
-    is_causal: bool
+    mask: str
     is_aligned: bool
     allow_tf32: bool
 
@@ -26,6 +29,8 @@ class _Variant:
                 raise TypeError(f"{field.name} must be {field.type}, got {type(value).__name__}")
         if self.dtype not in DTYPES:
             raise ValueError(f"dtype must be one of {', '.join(DTYPES)}, got {self.dtype!r}")
+        if self.mask not in MASKS:
+            raise ValueError(f"mask must be one of {', '.join(MASKS)}, got {self.mask!r}")
         for name in ("head_dim", "head_dim_v"):
             if not 1 <= getattr(self, name) <= MAX_HEAD_DIM:
                 raise ValueError(f"{name} must be 1 to {MAX_HEAD_DIM}, got {getattr(self, name)}")
@@ -42,8 +47,7 @@ class _Variant:
 
     def _name(self, family: str) -> str:
         dims = f"d{self.head_dim}" + (f" dv{self.head_dim_v}" if self.head_dim_v != self.head_dim else "")
-        mask = "causal" if self.is_causal else "full"
-        words = [family, self.dtype, dims, mask, "aligned" if self.is_aligned else "generic"]
+        words = [family, self.dtype, dims, self.mask, "aligned" if self.is_aligned else "generic"]
         return " ".join(words + ["tf32"] * self.allow_tf32)
 
 

@@ -110,7 +110,7 @@ def test_a_planted_fault_is_seen(monkeypatch):
     from flashattn import reference as module
 
     right = module.visible
-    monkeypatch.setattr(module, "visible", lambda m, n, causal, device=None: right(m, n + 1, causal, device)[:, :n])
+    monkeypatch.setattr(module, "visible", lambda m, n, *mask, device: right(m, n + 1, *mask, device=device)[:, :n])
     with pytest.raises(AssertionError):
         check(torch.float32, 1, 1, 33, 33, 16, causal=True)
 
