@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 
 import torch
 
@@ -72,8 +71,8 @@ def section(seqlen_k: int, bytes_of_row: float, is_causal: bool) -> int:
 def prepare(
     constants: dict, index: int, tensors: tuple, dtype: str, diagonal: int, scale: float, write_lse: bool
 ) -> tuple:
-    """(grid, addresses of q, k, v, out and lse -> the kernel's arguments) for calls with tensors q, k, v, out like these."""
-    q, k, _, out = tensors
+    """(grid, addresses of q, k, v, out, lse -> the kernel's arguments) for calls with tensors q, k, v, out like these."""
+    q, k, _, _ = tensors
     batch, seqlen_q, heads_q, _ = q.shape
     _, seqlen_k, heads_k, _ = k.shape
     head_dim, head_dim_v = constants["HEAD_DIM"], constants["HEAD_DIM_V"]
