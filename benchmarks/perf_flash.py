@@ -118,7 +118,7 @@ def case(group: Group, seqlen: int, tiles: Iterable[Tile | None], folder: Path) 
     import torch
     from bench_backward import backward_case
     from bench_forward import forward_case
-    from problems import problems
+    from problems import DEVICE, problems
 
     from flashattn import flash_attn_func
 
@@ -128,6 +128,10 @@ def case(group: Group, seqlen: int, tiles: Iterable[Tile | None], folder: Path) 
 
     def prepare(problem):
         options = {"causal": problem.causal, "window_size": problem.window or (-1, -1)}
+        if group.kernel == "attn_fwd":
+            # Told the lengths, every GPU takes the portable kernel.
+            lengths = [problem.seqlen] * problem.batch
+            options["seqused_q"] = torch.tensor(lengths, dtype=torch.int32, device=DEVICE)
         # With the log-sum-exp, so that the kernel is the one that training and the wheel use.
         return lambda q, k, v: flash_attn_func(q, k, v, **options, return_lse=True)[0]
 
@@ -206,6 +210,12 @@ def groups_of(chosen: argparse.Namespace) -> list[Group]:
     ]
 
 
+def mask_number(spec) -> int | None:
+    """Which of the masks a kernel has; None if it serves all."""
+    constants = dict(spec.constants)
+    return constants.get("MASK", constants.get("IS_CAUSAL"))
+
+
 def plan_compiles(groups: list[Group], target: str, tiles: list[Tile] | None):
     """Group -> (the table's tile, tile -> its specs), and every spec that measuring needs."""
     import build_aot
@@ -216,7 +226,7 @@ def plan_compiles(groups: list[Group], target: str, tiles: list[Tile] | None):
     for group in groups:
         mask = MASKS.index(group.mask)
         same = build_aot.declared_specs("core", target, f"{group.dtype} d{group.head_dim}").values()
-        same = [spec for spec in same if dict(spec.constants).get("MASK", mask) == mask]
+        same = [spec for spec in same if mask_number(spec) in (None, mask)]
         tuned = [spec for spec in same if spec.kernel == group.kernel]
         if not tuned:
             raise SystemExit(f"perf_flash.py: nothing is declared for {group} on {target}")

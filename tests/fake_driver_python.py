@@ -9,7 +9,7 @@ import ctypes
 import hashlib
 import os
 import threading
-from ctypes import CFUNCTYPE, c_char, c_int, c_uint, c_uint64, c_void_p, string_at
+from ctypes import CFUNCTYPE, c_char, c_int, c_size_t, c_uint, c_uint64, c_void_p, string_at
 
 from fake_driver import Log
 
@@ -253,6 +253,11 @@ class CudaStandIn(PythonStandIn):
         told = hashlib.sha256(repr((dtype, sizes, boxes, options)).encode()).digest()
         (c_char * 128).from_address(made).raw = address.to_bytes(8, "little") + b"\xff" * 8 + told + bytes(80)
         return 0
+
+    @_function(c_void_p, c_uint, c_size_t, c_void_p)
+    def cuMemsetD32Async(self, address, value, words, stream):
+        self.note(f"cuMemsetD32Async address={address} value={value} words={words} stream={stream or 0} {self.where()}")
+        return 0 if self.current() >= 0 else 201
 
     @_function(c_int, c_void_p)
     def cuGetErrorName(self, code, out):

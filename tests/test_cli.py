@@ -128,7 +128,7 @@ def stubbed(monkeypatch):
 
 def specs_for(target: str = "sm_90", head_dim: int = 16, **changes) -> list[KernelSpec]:
     facts = {"dtype": "bf16", "head_dim": head_dim, "head_dim_v": head_dim, "mask": "full", "is_aligned": True}
-    return list(specs.specs_of(FwdVariant(**{**facts, "allow_tf32": False, **changes}), target))
+    return list(specs.specs_of(FwdVariant(**{**facts, "allow_tf32": False, "has_tables": False, **changes}), target))
 
 
 def core(target: str = "sm_90", **wanted) -> list[KernelSpec]:
@@ -273,7 +273,7 @@ def test_doctor_says_that_a_gpu_is_jit_only(place):
         ("gpu too old", "cuda:0", "target 'sm_75' is not supported"),
         ("driver refuses", "driver", "CUDA_ERROR_NO_DEVICE (100)"),
         ("torch without a GPU", "torch", "install a torch that is built for it"),
-        ("damaged kernel", "sm_90", "of 100 kernels of the core profile 99 are in the wheel and 0 in the cache"),
+        ("damaged kernel", "sm_90", "of 120 kernels of the core profile 119 are in the wheel and 0 in the cache"),
         ("damaged manifest", "sm_90", "corrupt: its MANIFEST.json cannot be understood"),
         ("other sources", "sm_90", "source: it was compiled from other sources of the kernels"),
         ("no wheel, no Triton", "JIT", "Triton is not installed: a kernel that the wheel lacks cannot be compiled"),
@@ -320,7 +320,7 @@ def test_doctor_judges_an_image_in_which_compiling_is_off(place):
     place.fill_wheel(drop=2)
     place.set(FLASHATTN_DISABLE_JIT=1)
     text = said(place.json("doctor", "--target", "sm_90", status=1), "sm_90")
-    assert "98 are in the wheel and 0 in the cache; the others raise KernelMissing" in text
+    assert "118 are in the wheel and 0 in the cache; the others raise KernelMissing" in text
     place.fill_cache(*core("sm_80"))
     found = place.json("doctor", "--target", "sm_80")
     assert "0 are in the wheel and 100 in the cache" in said(found, "sm_80")
@@ -349,11 +349,11 @@ def test_list_counts_where_the_declared_kernels_are(place):
     targets = place.json("list")["targets"]
     assert list(targets) == list(SUPPORTED)
     sources = {name: [kernel["source"] for kernel in targets[name]["kernels"]] for name in targets}
-    assert (sources["sm_90"].count("wheel"), sources["sm_90"].count("compiled")) == (99, 1)
+    assert (sources["sm_90"].count("wheel"), sources["sm_90"].count("compiled")) == (119, 1)
     assert (sources["sm_80"].count("user cache"), sources["sm_80"].count("compiled")) == (4, 96)
     place.run("list")
     row = next(line.split() for line in place.out.splitlines() if line.startswith("sm_90"))
-    assert row[:7] == ["sm_90", "60", "100", "99", "0", "1", "0"]
+    assert row[:7] == ["sm_90", "90", "120", "119", "0", "1", "0"]
 
 
 def test_list_of_one_target_has_a_row_for_each_variant(place):
@@ -369,7 +369,7 @@ def test_verify_finds_a_sound_wheel_and_cache_sound(place):
     place.fill_cache(*specs_for())
     assert place.run("verify") == 0
     assert "Every kernel is as it was compiled." in place.out
-    assert [each["kernels"] for each in place.json("verify")["places"]] == [100, 1]
+    assert [each["kernels"] for each in place.json("verify")["places"]] == [120, 1]
 
 
 @pytest.mark.parametrize(
@@ -420,16 +420,36 @@ def test_explain_says_where_each_kernel_would_come_from_and_compiles_nothing(pla
     place.monkeypatch.setattr("flashattn.jit.compile.compile_spec", lambda *a, **k: pytest.fail("compiled"))
     found = explained(place, *EXPLAIN)
     assert {kernel["source"] for kernel in found.values()} == {"compiled"}
-    assert [each["reason"] for each in found["attn_fwd"]["rejected"]] == ["not built", "absent"]
+    assert [each["reason"] for each in found["hopper_attn_fwd"]["rejected"]] == ["not built", "absent"]
     place.fill_cache(*core(dtype="bf16", head_dim=128, mask="full"))
     assert {kernel["source"] for kernel in explained(place, *EXPLAIN).values()} == {"user cache"}
     place.fill_wheel()
     found = explained(place, *EXPLAIN)
     assert {kernel["source"] for kernel in found.values()} == {"wheel"}
-    assert list(found) == ["attn_fwd", "bwd_preprocess", "bwd_dkdv", "bwd_dq"]
+    assert list(found) == ["hopper_attn_fwd", "bwd_preprocess", "bwd_dkdv", "bwd_dq"]
     assert {kernel["spec_key"] for kernel in found.values()} == {
-        spec.key for spec in core(dtype="bf16", head_dim=128, mask="full")
+        spec.key for spec in core(dtype="bf16", head_dim=128, mask="full") if spec.kernel != "attn_fwd"
     }
+
+
+def test_explain_says_why_a_hopper_gpu_gets_the_portable_forward(place):
+    reasons = {
+        (): None,
+        ("--causal",): None,
+        ("--window",): "no bound on how far a query sees back",
+        ("--tables",): "no packed or padded sequences",
+        ("--generic",): "multiples of 16 bytes",
+        ("--head-dim-v", "64"): "takes head_dim 64, 96, 128, 192, 256, 192/128",
+        ("--dtype", "fp32"): "takes bf16 and fp16",
+        ("--target", "sm_80"): None,
+    }
+    for options, reason in reasons.items():
+        found = place.json(*EXPLAIN, *options)["variants"][0]
+        portable = found["kernels"][0]["kernel"] == "attn_fwd"
+        assert portable == (reason is not None or "sm_80" in options), options
+        assert (found["portable_because"] or "").endswith(reason or ""), found
+        assert place.run(*EXPLAIN, *options) == 0
+        assert (f"(portable: {found['portable_because']})" in place.out) == (reason is not None)
 
 
 def test_explain_shows_label_tile_and_reasons_to_people(place):
@@ -468,7 +488,7 @@ def test_explain_heeds_force_jit(place):
     place.set(FLASHATTN_FORCE_JIT=1)
     found = explained(place, *EXPLAIN)
     assert {kernel["source"] for kernel in found.values()} == {"compiled"}
-    assert [each["reason"] for each in found["attn_fwd"]["rejected"]] == ["forced", "forced"]
+    assert [each["reason"] for each in found["hopper_attn_fwd"]["rejected"]] == ["forced", "forced"]
 
 
 # ---- cache
@@ -543,7 +563,7 @@ def test_warmup_of_a_profile_compiles_only_what_the_wheel_lacks(place, stubbed):
     place.fill_wheel(drop=3)
     place.set(FLASHATTN_ON_AOT_MISS="error")
     found = place.json("warmup", "--profile", "core", "--target", "sm_90", "--jobs", "2")
-    assert (found["in_wheel"], found["compiled"], found["failed"]) == (97, 3, 0)
+    assert (found["in_wheel"], found["compiled"], found["failed"]) == (117, 3, 0)
     assert {entry.key for entry in UserStore(place.cache).entries()} == {
         artifact_of(spec, DIGEST).key for spec in list(declared_specs("core", "sm_90").values())[:3]
     }

@@ -49,6 +49,31 @@ for spec in build_aot.declared_specs("core", "sm_90").values():
 print(json.dumps({"opened": opened, "errors": errors, "compiled": len(build_aot.declared_specs("core", "sm_90"))}))
 """
 
+_AT_ONCE = """
+import threading
+import build_aot
+from flashattn.jit.compile import compile_spec
+from triton import knobs
+
+specs = list(build_aot.declared_specs("core", "sm_90", "bf16 d64 causal aligned").values())[:4]
+before = knobs.cache.dir, knobs.compilation.always_compile, knobs.compilation.disable_line_info
+alone = [compile_spec(spec, source_digest="0" * 64).code for spec in specs]
+found, start = {}, threading.Barrier(len(specs))
+
+def work(spec):
+    start.wait()
+    found[spec.key] = compile_spec(spec, source_digest="0" * 64).code
+
+threads = [threading.Thread(target=work, args=(spec,)) for spec in specs]
+for thread in threads:
+    thread.start()
+for thread in threads:
+    thread.join()
+assert [found[spec.key] for spec in specs] == alone
+assert (knobs.cache.dir, knobs.compilation.always_compile, knobs.compilation.disable_line_info) == before
+print(len(specs))
+"""
+
 _RESOLVE = """
 import json, os, signal, sys
 from pathlib import Path
@@ -257,3 +282,11 @@ def test_a_tool_counts_by_its_contents_and_not_by_its_place(tmp_path):
         (tmp_path / name).write_bytes(content)
         found.append(code_environment({"TRITON_PTXAS_PATH": str(tmp_path / name)}))
     assert found[0] == found[1] != found[2]
+
+
+def test_kernels_compiled_at_the_same_time_are_those_compiled_one_by_one():
+    """Bytes are the same, and Triton's own settings are as they were."""
+    environ = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'src'}"}
+    done = subprocess.run([sys.executable, "-c", _AT_ONCE], capture_output=True, text=True, env=environ, timeout=300)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert int(done.stdout) >= 3

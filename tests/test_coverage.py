@@ -15,8 +15,8 @@ import pytest
 import torch
 
 import flashattn
-from flashattn import declared, launch, specs
-from flashattn.jit import driver
+from flashattn import declared, hopper, launch, specs
+from flashattn.jit import driver, tensormap
 from flashattn.jit.compile import parameters
 from flashattn.jit.targets import SUPPORTED
 
@@ -42,9 +42,9 @@ class Recorder:
         self.launched: dict[str, str] = {}
         self.calls: list[tuple] = []
 
-    def resolve(self, spec):
-        self.resolved[spec.key] = spec.label()
-        return spec
+    def resolve_all(self, wanted):
+        self.resolved |= {spec.key: spec.label() for spec in wanted}
+        return list(wanted)
 
     def load(self, spec, index):
         return SimpleNamespace(launch=functools.partial(self._launch, spec))
@@ -54,7 +54,16 @@ class Recorder:
         # The two scratch pointers are the driver's.
         assert len(args) == len(list(parameters(spec))) - 2
         self.launched[spec.key] = spec.label()
-        self.calls.append((spec.key, grid, args[:5], args[5:]))
+        pointers, values = args[:5], args[5:]
+        if spec.kernel == "hopper_attn_fwd":
+            # The maps hold the addresses.
+            pointers = (*(maps.address for maps in args if isinstance(maps, Encoded)), args[-11])
+            values = tuple(
+                bytes(value) if isinstance(value, Encoded) else value
+                for i, value in enumerate(args)
+                if i != len(args) - 11
+            )
+        self.calls.append((spec.key, grid, pointers, values))
 
 
 @pytest.fixture
@@ -73,9 +82,27 @@ def on_a_gpu(monkeypatch):
     monkeypatch.setattr(launch, "interpreting", lambda: True)
     monkeypatch.setattr(launch, "_kernels", lambda facts, device: kernels(facts, torch.device("cuda", 0)))
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 0, raising=False)
+    monkeypatch.setattr(hopper, "multiprocessors", lambda index: 132)
+    monkeypatch.setattr(hopper, "counter", lambda index: 16)
+    monkeypatch.setattr(tensormap, "encode", lambda address, *about: encoded(address, about))
     yield pretend
     monkeypatch.undo()
     launch.reset()
+
+
+class Encoded(bytes):
+    """A tensor map that tells what it is of."""
+
+    address = 0
+
+
+def encoded(address: int, about: tuple) -> bytes:
+    """In place of a tensor map, after the checks that a driver would make."""
+    shape, strides, dtype, box, swizzle, _ = about
+    tensormap._check(address, shape, strides, tensormap.DTYPES[dtype][1], box, swizzle)
+    made = Encoded(tensormap.TENSOR_MAP_BYTES)
+    made.address = address
+    return made
 
 
 def call(form: str, use: str, dtype, head_dim: int, mask: str) -> None:
@@ -154,7 +181,7 @@ def _declare_less(monkeypatch):
 
 def _misread_a_fact(monkeypatch):
     plan = launch.plan
-    monkeypatch.setattr(launch, "plan", lambda facts, target: plan((*facts[:-1], False), target))
+    monkeypatch.setattr(launch, "plan", lambda facts, target: plan((*facts[:5], False, *facts[6:]), target))
     return {
         "asked for, not declared: attn_fwd[gfx942 bf16 generic HEAD_DIM=64",
         "declared, never launched: attn_fwd[gfx942 bf16 aligned HEAD_DIM=64",
@@ -234,7 +261,9 @@ def test_all_shapes_of_one_feature_set_ask_for_the_same_kernels(on_a_gpu):
         asked.append(recorder.resolved)
     assert len(asked) == 18
     assert all(found == asked[0] for found in asked)
-    assert [label.split("[")[0] for label in asked[0].values()] == ["attn_fwd", "bwd_preprocess", "bwd_dkdv", "bwd_dq"]
+    assert [label.split("[")[0] for label in asked[0].values()] == [
+        *("hopper_attn_fwd", "bwd_preprocess", "bwd_dkdv", "bwd_dq"),
+    ]
 
 
 def test_a_repeated_call_resolves_nothing(on_a_gpu):

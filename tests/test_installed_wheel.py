@@ -179,12 +179,15 @@ def parameters_of_the_binary(cubin: bytes, name: str) -> list[tuple[int, int]]:
 
 
 def parameters_as_described(params: list) -> list[tuple[int, int]]:
-    """(offset, size) that follow from the types in an artifact's description."""
+    """(offset, size) that follow from the types in an artifact's description.
+
+    A tensor map is aligned to 64 bytes of memory, and sm_90's parameters, where alone there are maps, begin at 0x210.
+    """
     sizes, end, found = {"i1": 1, "i8": 1, "i16": 2, "i32": 4, "i64": 8, "fp32": 4, "tensormap": 128}, 0, []
     for _, kind in params:
         size = 8 if kind.startswith("*") else sizes[kind]
         alignment = min(size, 64)
-        start = -(-end // alignment) * alignment
+        start = -(-(0x210 + end) // alignment) * alignment - 0x210
         found.append((start, size))
         end = start + size
     return found

@@ -8,11 +8,12 @@ import os
 import shutil
 from dataclasses import fields, replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from flashattn import launch, settings, specs
+from flashattn import hopper, launch, settings, specs
 from flashattn.jit.spec import KernelSpec, canonical_json, sha256, source_digest
 from flashattn.jit.targets import SUPPORTED
 from flashattn.variants import BwdVariant, FwdVariant
@@ -34,7 +35,8 @@ def changes_of(value):
 
 
 def a_spec(kind: type = KernelSpec) -> KernelSpec:
-    variant = FwdVariant(dtype="bf16", head_dim=64, head_dim_v=64, mask="causal", is_aligned=True, allow_tf32=False)
+    facts = {"dtype": "bf16", "head_dim": 64, "head_dim_v": 64, "mask": "causal", "is_aligned": True}
+    variant = FwdVariant(**facts, allow_tf32=False, has_tables=True)
     (spec,) = specs.specs_of(variant, "sm_90")
     return kind(**spec.to_json())
 
@@ -176,7 +178,10 @@ OTHER_VALUES = {
     "mask": ("causal", "window"),
     "is_aligned": (False,),
     "allow_tf32": (True,),
+    "has_tables": (True,),
 }
+# Where one kernel serves both, a variant with tables is the one without.
+ONE_KERNEL = {FwdVariant: {"has_tables"}, BwdVariant: set()}
 
 
 def ignored(specs_of, family: type, target: str) -> set[str]:
@@ -185,7 +190,9 @@ def ignored(specs_of, family: type, target: str) -> set[str]:
     for field in fields(family):
         for value in OTHER_VALUES[field.name]:
             dtype = "fp32" if field.name == "allow_tf32" else "bf16"
-            base = family(dtype=dtype, head_dim=64, head_dim_v=64, mask="full", is_aligned=True, allow_tf32=False)
+            facts = {"dtype": dtype, "head_dim": 64, "head_dim_v": 64, "mask": "full", "is_aligned": True}
+            tables = {"has_tables": False} if family is FwdVariant else {}
+            base = family(**facts, allow_tf32=False, **tables)
             before, after = (
                 {spec.key for spec in specs_of(variant, target)}
                 for variant in (base, replace(base, **{field.name: value}))
@@ -197,27 +204,31 @@ def ignored(specs_of, family: type, target: str) -> set[str]:
 @pytest.mark.parametrize("family", [FwdVariant, BwdVariant])
 @pytest.mark.parametrize("target", SUPPORTED)
 def test_every_field_of_a_variant_changes_a_spec(family, target):
-    assert ignored(specs.specs_of, family, target) == set()
+    expected = set() if target == "sm_90" else ONE_KERNEL[family]
+    assert ignored(specs.specs_of, family, target) == expected
 
 
 @pytest.mark.parametrize("name", OTHER_VALUES)
 def test_a_field_that_no_spec_reads_is_told(name):
     def forgetful(variant, target):
         fixed = {"dtype": variant.dtype if variant.dtype == "fp32" else "bf16", "mask": "full", "is_aligned": True}
-        value = {**fixed, "head_dim": 64, "head_dim_v": 64, "allow_tf32": False}[name]
+        value = {**fixed, "head_dim": 64, "head_dim_v": 64, "allow_tf32": False, "has_tables": False}[name]
         return specs.specs_of(replace(variant, **{name: value}), target)
 
     assert ignored(forgetful, FwdVariant, "sm_90") == {name}
 
 
 FACTS = ("bwd", torch.bfloat16, 64, 64, "full", True)
-OTHER_FACTS = ("fwd", torch.float16, 128, 128, "causal", False)
+# Of a forward, with or without tables.
+FWD_FACTS = ("fwd", *FACTS[1:], False)
+OTHER_FACTS = ("fwd", torch.float16, 128, 128, "causal", False, True)
 
 
 def lost(plan) -> list[int]:
     """Places in the key of a call of which a change does not reach the variant."""
-    base, _ = plan(FACTS, "sm_90")
-    changed = [(*FACTS[:i], other, *FACTS[i + 1 :]) for i, other in enumerate(OTHER_FACTS)]
+    base, _ = plan(FWD_FACTS, "sm_90")
+    changed = [(*FWD_FACTS[:i], other, *FWD_FACTS[i + 1 :]) for i, other in enumerate(OTHER_FACTS) if i]
+    changed.insert(0, FACTS)
     return [i for i, facts in enumerate(changed) if plan(facts, "sm_90")[0] == base]
 
 
@@ -225,10 +236,12 @@ def test_every_fact_in_the_key_of_a_call_reaches_the_variant():
     assert lost(launch.plan) == []
 
 
-@pytest.mark.parametrize("place", range(len(FACTS)))
+@pytest.mark.parametrize("place", range(1, len(FWD_FACTS)))
 def test_a_fact_that_does_not_reach_the_variant_is_told(place):
     def forgetful(facts, target):
-        return launch.plan((*facts[:place], FACTS[place], *facts[place + 1 :]), target)
+        if len(facts) <= place:
+            return launch.plan(facts, target)
+        return launch.plan((*facts[:place], FWD_FACTS[place], *facts[place + 1 :]), target)
 
     assert lost(forgetful) == [place]
 
@@ -246,6 +259,8 @@ def test_facts_and_device_are_the_whole_key_of_a_call(monkeypatch):
         patch.setattr(launch, "interpreting", lambda: True)
         patch.setattr(launch, "_kernels", on_a_gpu)
         patch.setattr(launch, "_Compiled", _Nothing)
+        patch.setattr(launch, "_resolver", SimpleNamespace(resolve_all=list))
+        patch.setattr(hopper, "prepare", lambda *about: (1, lambda *addresses: addresses))
         patch.setattr(launch, "target_name", ("sm_90", "sm_80").__getitem__)
         q = torch.zeros(1, 3, 2, 64, dtype=torch.bfloat16, requires_grad=True)
         torch.ops.flashattn.attention(q, q, q)[0].sum().backward()
@@ -253,7 +268,7 @@ def test_facts_and_device_are_the_whole_key_of_a_call(monkeypatch):
     launch.reset()
     assert [facts[0] for facts in seen] == ["fwd", "bwd"]
     for facts in seen:
-        assert [type(fact) for fact in facts] == [type(fact) for fact in FACTS]
+        assert [type(fact) for fact in facts] == [type(fact) for fact in (FACTS if facts[0] == "bwd" else FWD_FACTS)]
     assert [{kernel.spec.target for kernel in each.values()} for each in found] == [{"sm_90"}, {"sm_80"}]
 
 
@@ -263,8 +278,11 @@ class _Nothing:
     block_m = block_n = 16
     launch, waits = None, False
 
-    def __init__(self, spec, index):
-        self.spec = spec
+    def __init__(self, spec, artifact, index):
+        self.spec, self.index, self.constants = spec, index, dict(spec.constants)
+
+    def start(self, grid, arguments):
+        pass
 
     def __call__(self, *args):
         pass
@@ -272,5 +290,5 @@ class _Nothing:
 
 def test_the_setting_for_tf32_reaches_the_variant_of_float32_alone(monkeypatch):
     monkeypatch.setattr(settings, "_settings", settings.Settings(allow_tf32=True))
-    assert launch.plan(("fwd", torch.float32, *FACTS[2:]), "sm_90")[0].allow_tf32
+    assert launch.plan(("fwd", torch.float32, *FWD_FACTS[2:]), "sm_90")[0].allow_tf32
     assert not launch.plan(FACTS, "sm_90")[0].allow_tf32

@@ -19,13 +19,15 @@ PACKAGE = Path(flashattn.__file__).parent
 MAY_IMPORT = {
     "interface": {"checks", "ops"},
     "ops": {"checks", "launch", "reference"},
-    "launch": {"checks", "layout", "settings", "specs", "_version", "jit", "variants"},
-    "specs": {"declared", "settings", "jit", "tiles", "variants"},
+    "launch": {"checks", "hopper", "layout", "settings", "specs", "_version", "jit", "variants"},
+    "specs": {"declared", "hopper_boxes", "settings", "jit", "tiles", "variants"},
     "checks": {"variants"},
     "declared": {"variants"},
     "tiles": {"variants"},
     "variants": set(),
     "layout": set(),
+    "hopper": {"hopper_boxes", "jit"},
+    "hopper_boxes": set(),
     "reference": set(),
     "settings": set(),
 }
@@ -53,7 +55,7 @@ def test_jit_knows_nothing_of_attention():
 
 
 def kernel_functions():
-    for path in sorted((PACKAGE / "kernels").glob("flash_*.py")):
+    for path in sorted((PACKAGE / "kernels").glob("[fh]*_*.py")):
         for node in ast.parse(path.read_text()).body:
             if isinstance(node, ast.FunctionDef):
                 yield pytest.param(node, id=f"{path.stem}.{node.name}")
@@ -63,7 +65,8 @@ def kernel_functions():
 def test_upper_case_is_constexpr_and_nothing_else(function):
     assert not function.name.startswith("_")
     for argument in function.args.args:
-        constexpr = argument.annotation is not None and ast.unparse(argument.annotation) == "tl.constexpr"
+        kind = argument.annotation and ast.unparse(argument.annotation)
+        constexpr = kind in ("tl.constexpr", "gl.constexpr")
         assert constexpr == argument.arg.isupper(), argument.arg
     for node in ast.walk(function):
         assert not (isinstance(node, ast.Compare) and any(isinstance(op, (ast.Is, ast.IsNot)) for op in node.ops))
@@ -75,7 +78,8 @@ def test_kernels_import_triton_and_themselves_alone():
             if isinstance(node, ast.Import):
                 assert all(alias.name.split(".")[0] == "triton" for alias in node.names)
             elif isinstance(node, ast.ImportFrom):
-                assert node.level == 1 and (node.module or "").startswith("flash_")
+                own = node.level == 1 and (node.module or "").startswith(("flash_", "hopper_"))
+                assert own or (node.level == 0 and node.module.split(".")[0] in ("triton", "typing"))
 
 
 def test_every_declared_variant_has_specs_that_fit_the_kernels():
@@ -90,9 +94,17 @@ def test_every_declared_variant_has_specs_that_fit_the_kernels():
 
 def test_shapes_are_not_in_a_variant():
     names = set(FwdVariant.__dataclass_fields__)
-    assert names == {"dtype", "head_dim", "head_dim_v", "mask", "is_aligned", "allow_tf32"}
+    assert names == {"dtype", "head_dim", "head_dim_v", "mask", "is_aligned", "allow_tf32", "has_tables"}
     with pytest.raises(TypeError, match="head_dim must be int"):
-        FwdVariant(dtype="bf16", head_dim=64.0, head_dim_v=64, mask="causal", is_aligned=True, allow_tf32=False)
+        FwdVariant(
+            dtype="bf16",
+            head_dim=64.0,
+            head_dim_v=64,
+            mask="causal",
+            is_aligned=True,
+            allow_tf32=False,
+            has_tables=False,
+        )
 
 
 def test_import_starts_no_triton_and_no_gpu():

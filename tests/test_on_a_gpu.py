@@ -32,7 +32,8 @@ for variant in declared.declared("core", launch.target_name(0)):
     shape = (1, 130, 2, variant.head_dim)
     q, k, v = (torch.randn(shape, device="cuda").to(dtypes[variant.dtype]).requires_grad_() for _ in range(3))
     mask = {{"causal": variant.mask == "causal", "window_size": (70, 3) if variant.mask == "window" else (-1, -1)}}
-    out = flashattn.flash_attn_func(q, k, v, **mask)
+    used = torch.tensor([130], device="cuda", dtype=torch.int32) if variant.has_tables else None
+    out = flashattn.flash_attn_func(q, k, v, **mask, seqused_q=used)
     grads = torch.autograd.grad(out.float().square().sum(), (q, k, v))
     exact = [x.detach().double().requires_grad_() for x in (q, k, v)]
     want = flashattn.flash_attn_func(*(x.cpu() for x in exact), **mask).cuda()
@@ -41,7 +42,7 @@ for variant in declared.declared("core", launch.target_name(0)):
         assert (a.double() - b).norm() < 2e-2 * b.norm(), variant
 counts = launch.resolver().counts
 print(dict(counts), launch.resolver().compiles)
-assert launch.resolver().compiles == 0 and sum(counts.values()) == len(launch.resolver().decisions()) == 100
+assert launch.resolver().compiles == 0 and sum(counts.values()) == len(launch.resolver().decisions()) == 120
 """
 
 
@@ -215,5 +216,7 @@ def test_an_aligned_kernel_is_never_used_for_what_is_not_aligned():
     first = flashattn.flash_attn_func(q, q, q)
     other = flashattn.flash_attn_func(shifted, shifted, shifted)
     clone = shifted.clone()
-    assert torch.equal(other, flashattn.flash_attn_func(clone, clone, clone))
+    # Not always the same kernel, so not always the same bits.
+    torch.testing.assert_close(other, flashattn.flash_attn_func(clone, clone, clone), rtol=2e-3, atol=2e-3)
+    assert torch.equal(other, flashattn.flash_attn_func(shifted, shifted, shifted))
     assert torch.equal(first, flashattn.flash_attn_func(q, q, q))

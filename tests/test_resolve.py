@@ -587,6 +587,24 @@ def test_different_kernels_are_compiled_at_the_same_time(place):
     assert resolver.compiles == 4
 
 
+def test_kernels_that_are_needed_together_are_compiled_together(place):
+    together = threading.Barrier(3, timeout=30)
+    resolver = place.resolver(compiler=StubCompiler(lambda wanted: together.wait()))
+    found = resolver.resolve_all([spec(index) for index in range(3)])
+    assert [artifact.meta["spec_key"] for artifact in found] == [spec(index).key for index in range(3)]
+
+
+def test_of_kernels_that_are_needed_together_the_one_that_fails_is_told(place):
+    def during(wanted):
+        if wanted.key == spec(1).key:
+            raise RuntimeError("this one")
+
+    resolver = place.resolver(compiler=StubCompiler(during))
+    with pytest.raises(RuntimeError, match="this one"):
+        resolver.resolve_all([spec(index) for index in range(3)])
+    assert resolver.compiles == 2
+
+
 def test_a_child_that_was_forked_during_a_compile_can_compile_too(place):
     started, go_on = threading.Event(), threading.Event()
 

@@ -123,6 +123,7 @@ def _add_explain(commands) -> None:
     masks = parser.add_mutually_exclusive_group()
     masks.add_argument("--causal", action="store_true", help="queries see no key behind them")
     masks.add_argument("--window", action="store_true", help="queries see back only so far, whatever else")
+    add("--tables", action="store_true", help="sequences are packed (cu_seqlens) or padded (seqused)")
     add("--generic", action="store_true", help="some pointer or stride is not a multiple of 16 bytes")
     _target(parser, "for these instead of the GPUs here")
 

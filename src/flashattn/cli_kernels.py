@@ -21,7 +21,7 @@ from .jit.spec import KernelSpec, source_digest
 from .jit.targets import SUPPORTED
 from .jit.wheel import Miss, Wheel, verify_folder
 from .launch import plan
-from .specs import declared_specs
+from .specs import declared_specs, portable_because
 from .variants import MAX_HEAD_DIM
 
 TORCH_DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
@@ -160,10 +160,12 @@ def explain(args) -> Report:
     for target in wanted_targets(args.target):
         for family in ("fwd", "bwd"):
             facts = (family, TORCH_DTYPES[args.dtype], args.head_dim, head_dim_v, mask, not args.generic)
-            variant, wanted = plan(facts, target)
+            variant, wanted = plan((*facts, args.tables) if family == "fwd" else facts, target)
+            why = portable_because(variant, target) if family == "fwd" and target == "sm_90" else None
             kernels = [_explained(probe, spec) for spec in wanted]
-            texts += [f"{variant} on {target}", *(_kernel_text(kernel) for kernel in kernels)]
-            data.append({"variant": str(variant), "target": target, "kernels": kernels})
+            texts += [f"{variant} on {target}" + (f" (portable: {why})" if why else "")]
+            texts += [_kernel_text(kernel) for kernel in kernels]
+            data.append({"variant": str(variant), "target": target, "portable_because": why, "kernels": kernels})
             problems += [f"{each['label']}: {each['how']}" for each in kernels if each["source"] == MISSING]
     return Report(text="\n".join(texts), data={"variants": data}, problems=tuple(problems))
 
@@ -179,7 +181,7 @@ def _explained(probe: Probe, spec: KernelSpec) -> dict:
     }[source]
     constants, options = dict(spec.constants), dict(spec.options)
     tile = {name: constants[name] for name in ("BLOCK_M", "BLOCK_N") if name in constants}
-    tile |= {name: options[name] for name in ("num_warps", "num_stages")}
+    tile |= {name: options[name] for name in ("num_warps", "num_stages") if name in options}
     rejected = [each._asdict() for each in decision.rejected if each.source != "compile"]
     return {
         "kernel": spec.kernel,
@@ -197,8 +199,10 @@ def _explained(probe: Probe, spec: KernelSpec) -> dict:
 def _kernel_text(kernel: dict) -> str:
     tile = kernel["tile"]
     sides = " x ".join(str(tile[name]) for name in ("BLOCK_M", "BLOCK_N") if name in tile)
-    warps, stages = counted(tile["num_warps"], "warp"), counted(tile["num_stages"], "stage")
-    facts = {"spec": kernel["label"], "key": kernel["spec_key"][:12], "tile": f"{sides}, {warps}, {stages}"}
+    sizes = ", ".join(
+        [sides, *(counted(tile[name], name[4:-1]) for name in ("num_warps", "num_stages") if name in tile)]
+    )
+    facts = {"spec": kernel["label"], "key": kernel["spec_key"][:12], "tile": sizes}
     if kernel["artifact_key"]:
         facts["artifact"] = kernel["artifact_key"][:12]
     lines = [f"  {kernel['kernel']}: {kernel['how']}", pairs(facts, "    ")]

@@ -30,7 +30,7 @@ def declared(profile: str, target: str) -> list[FwdVariant | BwdVariant]:
     for combination in product(*values):
         facts = dict(zip(names, combination, strict=True))
         facts.update(head_dim_v=facts["head_dim"], allow_tf32=False)
-        found += [FwdVariant(**facts), BwdVariant(**facts)]
+        found += [*(FwdVariant(**facts, has_tables=tables) for tables in (False, True)), BwdVariant(**facts)]
     return found
 
 

@@ -7,7 +7,7 @@ import functools
 import torch
 
 from . import hopper_boxes
-from .jit import tensormap
+from .jit import driver, tensormap
 
 _L2_BYTES = 32 << 20  # of keys and values that neighbouring tiles may share
 _MOST_SECTIONS = 64
@@ -26,12 +26,16 @@ def counter(index: int) -> int:
     Launches on one stream follow each other, so they share one. A CUDA graph may be replayed beside anything: each of
     its launches has a counter of its own, which the graph itself sets to zero.
     """
-    if torch.cuda.is_current_stream_capturing():
-        return torch.zeros(1, dtype=torch.int32, device=f"cuda:{index}").data_ptr()
-    key = (index, torch._C._cuda_getCurrentRawStream(index))
-    if key not in _counters:
-        _counters[key] = torch.zeros(1, dtype=torch.int32, device=f"cuda:{index}")
-    return _counters[key].data_ptr()
+    stream = torch._C._cuda_getCurrentRawStream(index)
+    captured = torch.cuda.is_current_stream_capturing()
+    found = None if captured else _counters.get((index, stream))
+    if found is None:
+        found = torch.empty(1, dtype=torch.int32, device=f"cuda:{index}")
+        # torch.zeros would load a kernel first, which takes longer than the attention.
+        driver.cuda_device(index).zero(found.data_ptr(), 1, stream)
+        if not captured:
+            _counters[index, stream] = found
+    return found.data_ptr()
 
 
 class _Maps:
@@ -71,7 +75,7 @@ def section(seqlen_k: int, bytes_of_row: float, is_causal: bool) -> int:
 def prepare(
     constants: dict, index: int, tensors: tuple, dtype: str, diagonal: int, scale: float, write_lse: bool
 ) -> tuple:
-    """(grid, addresses of q, k, v, out, lse -> the kernel's arguments) for calls with tensors q, k, v, out like these."""
+    """(grid, addresses of q, k, v, out, lse -> the kernel's arguments) for calls with tensors like these."""
     q, k, _, _ = tensors
     batch, seqlen_q, heads_q, _ = q.shape
     _, seqlen_k, heads_k, _ = k.shape

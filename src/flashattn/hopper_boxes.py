@@ -1,6 +1,6 @@
 """The tensor maps of Hopper's forward kernel: what one descriptor moves, and how a head_dim is cut. Needs no Triton.
 
-Each of q, k, v, out is described as [batch, seqlen, heads, head_dim], so that a copy never leaves its sequence and head:
+Each of q, k, v, out is described as [batch, seqlen, heads, head_dim]: a copy never leaves its sequence and head, and
 rows past the end read as zeros and are not written. A tile is a power of two wide, so a head_dim of 96 or 192 is two
 parts, with a map each. Copies are swizzled, and the copy engine moves at most SWIZZLED columns at a time.
 """

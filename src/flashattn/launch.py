@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from . import checks, layout, settings, specs
+from . import checks, hopper, layout, settings, specs
 from ._version import __version__
 from .jit.targets import SUPPORTED, target_of
 from .variants import BwdVariant, FwdVariant
@@ -81,17 +81,20 @@ def target_name(index: int) -> str:
 class _Compiled:
     """One kernel of a plan, resolved and loaded on one GPU."""
 
-    def __init__(self, spec, index: int):
+    def __init__(self, spec, artifact, index: int):
         from .jit import driver
 
-        self.launch = driver.load(resolver().resolve(spec), index).launch
-        constants = dict(spec.constants)
-        self.block_m, self.block_n = constants["BLOCK_M"], constants.get("BLOCK_N", 0)
+        self.launch = driver.load(artifact, index).launch
+        self.spec, self.constants = spec, dict(spec.constants)
+        self.block_m, self.block_n = self.constants["BLOCK_M"], self.constants.get("BLOCK_N", 0)
         self.index = index
         self.waits = settings.get().debug
 
     def __call__(self, grid: int, tensors: tuple, pointers: list, strides: tuple, scalars: tuple) -> None:
-        self.launch(grid, torch._C._cuda_getCurrentRawStream(self.index), (*pointers, *strides, *scalars))
+        self.start(grid, (*pointers, *strides, *scalars))
+
+    def start(self, grid: int, arguments: tuple) -> None:
+        self.launch(grid, torch._C._cuda_getCurrentRawStream(self.index), arguments)
         if self.waits:
             torch.cuda.synchronize(self.index)
 
@@ -117,8 +120,11 @@ class _Interpreted:
 
 
 def plan(facts: tuple, target: str) -> tuple:
-    """The specs of a call: (variant, specs). `facts` are (family, dtype, head_dim, head_dim_v, mask, aligned)."""
-    family, dtype, head_dim, head_dim_v, mask, aligned = facts
+    """The specs of a call: (variant, specs).
+
+    facts: (family, dtype, head_dim, head_dim_v, mask, aligned), and of a forward whether it has tables.
+    """
+    family, dtype, head_dim, head_dim_v, mask, aligned, *more = facts
     variant = (FwdVariant if family == "fwd" else BwdVariant)(
         dtype=checks.DTYPE_NAMES[dtype],
         head_dim=head_dim,
@@ -126,6 +132,7 @@ def plan(facts: tuple, target: str) -> tuple:
         mask=mask,
         is_aligned=aligned,
         allow_tf32=dtype == torch.float32 and settings.get().allow_tf32,
+        **({"has_tables": more[0]} if family == "fwd" else {}),
     )
     return variant, specs.specs_of(variant, target)
 
@@ -135,11 +142,12 @@ def _kernels(facts: tuple, device: torch.device) -> dict:
     found = _plans.get(key)
     if found is None:
         if device.type == "cpu":
-            _, wanted = plan(facts, "sm_90")
+            _, wanted = plan(facts, "sm_80")
             found = {spec.kernel: _Interpreted(spec) for spec in wanted}
         else:
             _, wanted = plan(facts, target_name(device.index))
-            found = {spec.kernel: _Compiled(spec, device.index) for spec in wanted}
+            made = zip(wanted, resolver().resolve_all(wanted), strict=True)
+            found = {spec.kernel: _Compiled(spec, artifact, device.index) for spec, artifact in made}
         _plans[key] = found
     return found
 
@@ -175,7 +183,7 @@ def again(q, k, v, want_lse, *scalars):
     found = None if len(scalars) > 5 else _calls.get(_key(q, k, v, want_lse, scalars))
     if found is None:
         return None
-    launch, waits, index, grid, bits, shape, strides, lse_shape, lse_strides, values = found
+    launch, waits, index, grid, bits, shape, strides, lse_shape, lse_strides, arguments = found
     if index < 0 or _allocate is None:
         out = q.new_empty(shape)
     elif index == torch._C._cuda_getDevice():
@@ -192,22 +200,23 @@ def again(q, k, v, want_lse, *scalars):
         else:
             lse = _allocate(lse_shape, lse_strides, torch.float32)
         lse_ptr = lse.data_ptr()
-    launch(grid, torch._C._cuda_getCurrentRawStream(index), (q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, *values))
+    stream = torch._C._cuda_getCurrentRawStream(index)
+    launch(grid, stream, arguments(q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr))
     if waits:
         torch.cuda.synchronize(index)
     return out, lse
 
 
-def _remember(call: tuple, kernel, grid: int, out, lse, values: tuple, is_aligned: bool, strides: tuple) -> None:
+def _remember(call: tuple, kernel, grid: int, out, lse, arguments, is_aligned: bool, strides: tuple) -> None:
     """Let `again` repeat a launch, unless it was of a kernel that other addresses would not get."""
     q, k, v, want_lse, *scalars = call
-    if isinstance(kernel, _Compiled) and is_aligned == layout.addresses_of(q.element_size(), strides, ())[1]:
+    if is_aligned == layout.addresses_of(q.element_size(), strides, ())[1]:
         if len(_calls) >= _MOST_CALLS:
             _calls.clear()
         about = (kernel.launch, kernel.waits, q.get_device(), grid, 15 if is_aligned else 0)
         about_lse = (tuple(lse.shape), lse.stride()) if want_lse else (None, None)
         key = _key(q, k, v, want_lse, tuple(scalars))
-        _calls[key] = (*about, tuple(out.shape), out.stride(), *about_lse, values)
+        _calls[key] = (*about, tuple(out.shape), out.stride(), *about_lse, arguments)
 
 
 @on_its_device
@@ -223,24 +232,35 @@ def forward(q, k, v, want_lse, *call):
     heads_q, heads_k = q.shape[-2], k.shape[-2]
     (q, q_strides), (k, k_strides), (v, v_strides) = layout.rows(q), layout.rows(k), layout.rows(v)
     shape = (*q.shape[:-1], head_dim_v)
-    # empty_like is the quicker of the two by a microsecond.
-    out = torch.empty_like(q) if head_dim == head_dim_v and q.is_contiguous() else q.new_empty(shape)
+    out = q.new_empty(shape)
     lse = q.new_empty(checks.lse_shape(q), dtype=torch.float32) if want_lse else None
     if 0 in shape[:-2]:
         return out, lse
+    if 0 in k.shape[:-2]:
+        return out.zero_(), lse if lse is None else lse.fill_(float("-inf"))
     in_q, in_k, found, addresses = layout.located(q, k, tables)
     strides = q_strides + k_strides + v_strides + layout.whole(shape)
     tensors = (q, k, v, out, lse if want_lse else layout.NULL)
     pointers, is_aligned = layout.addresses_of(q.element_size(), strides, tensors)
     mask, left, right = layout.mask_of(causal, window_left, window_right)
-    kernel = _kernels(("fwd", q.dtype, head_dim, head_dim_v, mask, is_aligned), q.device)["attn_fwd"]
+    facts = ("fwd", q.dtype, head_dim, head_dim_v, mask, is_aligned, bool(tables))
+    (kernel,) = _kernels(facts, q.device).values()
     scale = head_dim**-0.5 if softmax_scale is None else softmax_scale
     sizes = (in_q.batch, heads_q, heads_k, in_q.seqlen, in_k.seqlen, in_q.kind, in_k.kind)
     scalars = (*sizes, scale, left, right, int(top_left), int(want_lse))
     grid = in_q.tiles(kernel.block_m) * heads_q
-    kernel(grid, tensors + found, pointers + addresses, strides, scalars)
+    if isinstance(kernel, _Interpreted):
+        kernel(grid, tensors + found, pointers + addresses, strides, scalars)
+        return out, lse
+    if kernel.spec.kernel == "hopper_attn_fwd":
+        diagonal = right + (0 if top_left else in_k.seqlen - in_q.seqlen)
+        about = (checks.DTYPE_NAMES[q.dtype], diagonal, scale, want_lse)
+        grid, arguments = hopper.prepare(kernel.constants, kernel.index, tensors[:4], *about)
+    else:
+        arguments = layout.follows((*addresses, *strides, *scalars))
+    kernel.start(grid, arguments(*pointers))
     if not tables and q is given[0] and k is given[1] and v is given[2]:
-        _remember(given, kernel, grid, out, lse, (*addresses, *strides, *scalars), is_aligned, strides)
+        _remember(given, kernel, grid, out, lse, arguments, is_aligned, strides)
     return out, lse
 
 
@@ -313,8 +333,10 @@ def explain(q, k, v, causal: bool = False, target: str | None = None, window_siz
     mask, _, _ = layout.mask_of(bool(causal), left, right)
     lines = []
     for family in ("fwd", "bwd"):
-        variant, wanted = plan((family, q.dtype, q.shape[-1], v.shape[-1], mask, is_aligned), name)
-        lines.append(f"{variant} on {name}")
+        facts = (family, q.dtype, q.shape[-1], v.shape[-1], mask, is_aligned)
+        variant, wanted = plan((*facts, False) if family == "fwd" else facts, name)
+        why = specs.portable_because(variant, name) if family == "fwd" and name == "sm_90" else None
+        lines.append(f"{variant} on {name}" + (f" (portable: {why})" if why else ""))
         for spec in wanted:
             decision = resolver().decision(spec.key)
             lines.append(f"  {decision.describe() if decision else spec.label() + ': not asked for yet'}")

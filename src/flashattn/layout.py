@@ -42,6 +42,11 @@ def addresses_of(itemsize: int, strides: tuple, tensors: tuple) -> tuple[list, b
     return found, not (reduce(or_, strides) * itemsize | reduce(or_, found, 0)) & 15
 
 
+def follows(values: tuple):
+    """addresses -> arguments: the addresses and then these."""
+    return lambda *addresses: (*addresses, *values)
+
+
 OPEN = 2**30 - 1
 _FULL, _CAUSAL = ("full", OPEN, OPEN), ("causal", OPEN, 0)
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from .variants import MASKS, _Variant
 
-KERNELS = ("attn_fwd", "bwd_preprocess", "bwd_dkdv", "bwd_dq")
+KERNELS = ("attn_fwd", "hopper_attn_fwd", "bwd_preprocess", "bwd_dkdv", "bwd_dq")
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,10 +76,38 @@ _FP32 = {
     "bwd_dq": {64: Tile(32, 32, 4, 1), 128: Tile(16, 16, 4, 1), 256: Tile(16, 16, 4, 1)},
 }
 _BY_TARGET = {"sm_80": _LARGE, "sm_87": _LARGE, "sm_90": _HOPPER, "sm_100": _LARGE, "sm_103": _LARGE, "sm_110": _LARGE}
+
+
+@dataclass(frozen=True, slots=True)
+class HopperTile:
+    """Of the Hopper forward: queries of a tile, 64 a warpgroup, and keys of a step; depth of the rings of K and V, and
+    of Q; columns of O that are staged at a time (0: it leaves through Q's memory); whether warpgroups take turns at the
+    tensor cores, the last V of a tile is copied behind the next tile's first K, and columns of Q kept in registers.
+    """
+
+    block_m: int
+    block_n: int
+    stages: int
+    q_stages: int
+    o_width: int
+    ping_pong: bool
+    defer_v: bool
+    q_regs: int
+
+
+# (head_dim, head_dim_v): (full, causal), measured on an H200 (docs/performance.md).
+_HOPPER_FWD = {
+    (64, 64): (HopperTile(192, 128, 4, 2, 0, True, True, 0), HopperTile(192, 128, 4, 2, 0, True, True, 0)),
+    (96, 96): (HopperTile(128, 128, 2, 2, 0, True, False, 0), HopperTile(128, 128, 2, 2, 0, True, False, 0)),
+    (128, 128): (HopperTile(128, 128, 2, 2, 0, True, False, 64), HopperTile(128, 128, 2, 2, 0, True, False, 128)),
+    (192, 192): (HopperTile(128, 64, 2, 2, 0, True, False, 64), HopperTile(128, 64, 2, 2, 0, True, False, 64)),
+    (256, 256): (HopperTile(128, 64, 2, 1, 128, True, False, 64), HopperTile(128, 64, 2, 1, 128, True, False, 0)),
+    (192, 128): (HopperTile(128, 128, 2, 1, 64, True, False, 0), HopperTile(128, 128, 2, 1, 64, True, False, 0)),
+}
 _PREPROCESS = Tile(32, 16, 4, 1)
 
 
-def tile_for(kernel: str, variant: _Variant, target: str, override: Path | None = None) -> Tile:
+def tile_for(kernel: str, variant: _Variant, target: str, override: Path | None = None) -> Tile | HopperTile:
     """The tile of `kernel` for `variant` on `target`. `override` is the file that FLASHATTN_TILES names."""
     if override is not None:
         chosen = read_override(override).get(kernel)
@@ -87,6 +115,8 @@ def tile_for(kernel: str, variant: _Variant, target: str, override: Path | None 
             return chosen
     if kernel == "bwd_preprocess":
         return _PREPROCESS
+    if kernel == "hopper_attn_fwd":
+        return _HOPPER_FWD[variant.head_dim, variant.head_dim_v][variant.mask == "causal"]
     table = _FP32 if variant.dtype == "fp32" else _BY_TARGET.get(target, _SMALL)
     width = max(64, variant.block_d, variant.block_dv)
     found = table[kernel][width]
@@ -94,13 +124,14 @@ def tile_for(kernel: str, variant: _Variant, target: str, override: Path | None 
 
 
 @functools.cache
-def read_override(path: Path) -> dict[str, Tile]:
+def read_override(path: Path) -> dict[str, Tile | HopperTile]:
     """{kernel: {"block_m": ..., "block_n": ..., "num_warps": ..., "num_stages": ...}}. Else ValueError."""
     try:
         data = json.loads(Path(path).read_text())
         unknown = sorted(set(data) - set(KERNELS))
         if unknown:
             raise ValueError(f"unknown kernel {unknown[0]!r}, expected {', '.join(KERNELS)}")
-        return {kernel: Tile(**tile) for kernel, tile in data.items()}
+        kinds = {"hopper_attn_fwd": HopperTile}
+        return {kernel: kinds.get(kernel, Tile)(**tile) for kernel, tile in data.items()}
     except (OSError, TypeError, ValueError, AttributeError) as error:
         raise ValueError(f"FLASHATTN_TILES={path}: {error}") from None

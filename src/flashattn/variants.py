@@ -53,10 +53,15 @@ class _Variant:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FwdVariant(_Variant):
-    """Compile-time facts of the forward kernel."""
+    """Compile-time facts of the forward kernel.
+
+    has_tables: sequences are packed, padded or gapped; not all kernels take those.
+    """
+
+    has_tables: bool
 
     def __str__(self) -> str:
-        return self._name("fwd")
+        return self._name("fwd") + " with tables" * self.has_tables
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

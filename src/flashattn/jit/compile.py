@@ -33,9 +33,18 @@ _HARMLESS = frozenset(
 )
 _OFF = ("0", "false", "off", "no")
 
-# Triton's knobs are process-wide, so one compile at a time has them.
-_knobs_lock = threading.RLock()
-os.register_at_fork(after_in_child=lambda: globals().__setitem__("_knobs_lock", threading.RLock()))
+
+class _Knobs:
+    """Triton's knobs are process-wide: compiles that run at once share one setting of them."""
+
+    def __init__(self):
+        self.lock = threading.Lock()
+        self.users = 0
+        self.undo = contextlib.ExitStack()
+
+
+_knobs = _Knobs()
+os.register_at_fork(after_in_child=lambda: globals().__setitem__("_knobs", _Knobs()))
 
 
 class CompileError(RuntimeError):
@@ -77,13 +86,26 @@ def _private_triton():
     """Triton without its own cache, and without paths in what it makes."""
     from triton import knobs
 
-    with _knobs_lock, tempfile.TemporaryDirectory(prefix="flashattn-") as folder:
-        with knobs.cache.scope(), knobs.compilation.scope():
-            knobs.cache.dir = folder
-            knobs.compilation.always_compile = True
-            # With line info the source's path is inside the binary, which is then 3 to 4 times larger.
-            knobs.compilation.disable_line_info = True
-            yield
+    shared = _knobs
+    with shared.lock:
+        if not shared.users:
+            with contextlib.ExitStack() as stack:
+                folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="flashattn-"))
+                stack.enter_context(knobs.cache.scope())
+                stack.enter_context(knobs.compilation.scope())
+                knobs.cache.dir = folder
+                knobs.compilation.always_compile = True
+                # With line info the source's path is inside the binary, which is then 3 to 4 times larger.
+                knobs.compilation.disable_line_info = True
+                shared.undo = stack.pop_all()
+        shared.users += 1
+    try:
+        yield
+    finally:
+        with shared.lock:
+            shared.users -= 1
+            if not shared.users:
+                shared.undo.close()
 
 
 def _source(spec: KernelSpec):
@@ -176,15 +198,20 @@ def _artifact(spec: KernelSpec, target: Target, digest: str, made, kind: str, co
 def parameters(spec: KernelSpec):
     """(name, type) of each value the launched kernel reads, in order: tuples flattened, constexprs absent."""
     for name, kind in spec.signature:
-        if isinstance(kind, tuple):
-            yield from ((f"{name}.{i}", item) for i, item in enumerate(kind))
-        elif kind.startswith("tensordesc"):
-            # By value: the map itself, then the shape (i32) and the strides (i64) of each dimension.
-            rank = kind[kind.index("[") + 1 : kind.index("]")].count(",") + 1
-            yield f"{name}.map", "tensormap"
-            yield from ((f"{name}.shape.{i}", "i32") for i in range(rank))
-            yield from ((f"{name}.stride.{i}", "i64") for i in range(rank))
-        elif kind != "constexpr":
-            yield name, kind
+        yield from _flattened(name, kind)
     yield "global_scratch", "*u8"
     yield "profile_scratch", "*u8"
+
+
+def _flattened(name: str, kind):
+    if isinstance(kind, tuple):
+        for i, item in enumerate(kind):
+            yield from _flattened(f"{name}.{i}", item)
+    elif kind.startswith("tensordesc"):
+        # By value: the map itself, then the shape (i32) and the strides (i64) of each dimension.
+        rank = kind[kind.index("[") + 1 : kind.index("]")].count(",") + 1
+        yield f"{name}.map", "tensormap"
+        yield from ((f"{name}.shape.{i}", "i32") for i in range(rank))
+        yield from ((f"{name}.stride.{i}", "i64") for i in range(rank))
+    elif kind != "constexpr":
+        yield name, kind

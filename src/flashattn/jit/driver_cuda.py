@@ -6,7 +6,7 @@ import contextlib
 import ctypes
 import math
 import struct
-from ctypes import POINTER, byref, c_char_p, c_int, c_uint, c_void_p
+from ctypes import POINTER, byref, c_char_p, c_int, c_size_t, c_uint, c_void_p
 
 from .driver_error import DriverError, refused
 from .packer import PACK_ERRORS, Packer
@@ -160,6 +160,14 @@ class CudaDevice:
         encode.argtypes = [c_void_p, c_int, c_uint, *[c_void_p] * 5, *[c_int] * 4]
         code = encode(*arguments)
         return self.again(lambda: encode(*arguments)) if code == _INVALID_CONTEXT else code
+
+    def zero(self, address: int, words: int, stream: int) -> None:
+        """Set `words` times 4 bytes to 0 in the order of `stream`, inside a capture too. Loads no kernel for it."""
+        clear = self.api.library.cuMemsetD32Async
+        clear.argtypes = [c_void_p, c_uint, c_size_t, c_void_p]
+        code = clear(address, 0, words, stream)
+        code = self.again(lambda: clear(address, 0, words, stream)) if code == _INVALID_CONTEXT else code
+        self.api.check(code, f"cannot set {4 * words} bytes of {self.title} to zero", device=self.device)
 
     def load(self, code: bytes, meta: dict, label: str):
         """(module, function) of a cubin, able to use all the shared memory it asks for."""

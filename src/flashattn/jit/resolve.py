@@ -9,7 +9,7 @@ import threading
 import time
 import weakref
 from collections import Counter
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
 
 from . import log, record
@@ -77,6 +77,28 @@ class Resolver:
         """The verified artifact of `spec`. KernelMissing if there is none and it may not be compiled."""
         artifact = self._memory.get(spec.key)
         return self._resolve_once(spec) if artifact is None else artifact
+
+    def resolve_all(self, specs: Iterable[KernelSpec]) -> list[Artifact]:
+        """The artifacts of specs that are needed together: what must be compiled is compiled at the same time."""
+        first, *others = specs
+        found, failed = {}, {}
+
+        def resolve(spec: KernelSpec) -> None:
+            try:
+                found[spec.key] = self.resolve(spec)
+            except BaseException as error:
+                failed[spec.key] = error
+
+        threads = [threading.Thread(target=resolve, args=(spec,)) for spec in others]
+        for thread in threads:
+            thread.start()
+        resolve(first)
+        for thread in threads:
+            thread.join()
+        for spec in (first, *others):
+            if spec.key in failed:
+                raise failed[spec.key]
+        return [found[spec.key] for spec in (first, *others)]
 
     def decision(self, spec_key: str) -> Decision | None:
         """How a spec was resolved in this process; None if it was not asked for."""

@@ -58,10 +58,19 @@ class KernelSpec:
 
     def label(self) -> str:
         """The spec in a line for people."""
-        dtype = next((kind[1:] for _, kind in self.signature if str(kind).startswith("*")), "")
+        dtype = next(filter(None, (_dtype(kind) for _, kind in self.signature)), "")
         shown = " ".join(f"{name}={int(value)}" for name, value in self.constants)
         aligned = "aligned" if self.alignment else "generic"
         return f"{self.kernel}[{self.target} {dtype} {aligned} {shown}]"
+
+
+def _dtype(kind) -> str:
+    """Of what a parameter points to or describes: "bf16"; "" for a number."""
+    if isinstance(kind, tuple):
+        return _dtype(kind[0]) if kind else ""
+    if kind.startswith("tensordesc<"):
+        return kind[len("tensordesc<") : kind.index("[")]
+    return kind[1:] if kind.startswith("*") else ""
 
 
 def source_digest(folder: Path) -> str | None:
