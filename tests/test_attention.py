@@ -305,6 +305,12 @@ def test_transforms_are_refused_not_answered_wrongly():
             transformed()
 
 
+def test_the_op_itself_says_that_it_has_no_transforms():
+    q, k, v = make(torch.float32, 1, 1, 1, 4, 4, 8, grad=False)
+    with pytest.raises(RuntimeError, match="functorch transforms"):
+        torch.func.grad(lambda x: torch.ops.flashattn.attention(x, k, v)[0].sum())(q)
+
+
 WRONG_SCALARS = {
     "a tensor as scale": ({"softmax_scale": torch.tensor(0.1)}, TypeError, "softmax_scale is a tensor"),
     "text as scale": ({"softmax_scale": "x"}, TypeError, "softmax_scale is 'x'"),

@@ -110,7 +110,8 @@ def test_shapes_are_not_in_a_variant():
 def test_import_starts_no_triton_and_no_gpu():
     code = (
         "import sys, torch; before = 'triton' in sys.modules; import flashattn; "
-        "assert before or 'triton' not in sys.modules; assert not torch.cuda.is_initialized()"
+        "assert before or 'triton' not in sys.modules; assert not torch.cuda.is_initialized(); "
+        "assert 'flashattn.jit.driver' not in sys.modules"
     )
     subprocess.run(
         [sys.executable, "-c", code], check=True, env={"PYTHONPATH": str(PACKAGE.parent), "PATH": "/usr/bin"}

@@ -333,7 +333,11 @@ WRONG = {
     "too few for a batch": ({"cu_seqlens_q": ints(0, 7)}, ValueError, "q has 1 sequences but k has 2"),
     "no entry": ({"cu_seqlens_q": ints()}, ValueError, r"cu_seqlens_q is empty, expected \(batch \+ 1,\)"),
     "not from 0": ({"cu_seqlens_q": ints(1, 3, 7)}, ValueError, r"cu_seqlens_q is \[1, 3, 7\], expected 0 first"),
-    "falling": ({"cu_seqlens_k": ints(0, 10, 9)}, ValueError, r"cu_seqlens_k is \[0, 10, 9\].*no entry below the last"),
+    "falling": (
+        {"cu_seqlens_k": ints(0, 10, 9)},
+        ValueError,
+        r"cu_seqlens_k is \[0, 10, 9\].*no entry below the one before",
+    ),
     "more rows than there are": (
         {"cu_seqlens_q": ints(0, 3, 8)},
         ValueError,

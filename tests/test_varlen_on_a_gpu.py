@@ -219,7 +219,7 @@ def test_debugging_reads_lengths_and_refuses_wrong_ones(monkeypatch):
     launch.reset()
     try:
         assert torch.equal(call(0, 10, 210, max_seqlen_q=200, max_seqlen_k=200), want)
-        for numbers, text in (((1, 10, 210), "expected 0 first"), ((0, 220, 210), "no entry below the last")):
+        for numbers, text in (((1, 10, 210), "expected 0 first"), ((0, 220, 210), "no entry below the one before")):
             with pytest.raises(ValueError, match=text):
                 call(*numbers)
         with pytest.raises(ValueError, match="ends at 211 but there are 210 rows"):

@@ -118,7 +118,7 @@ def _explain_tables(q, k, tables) -> None:
         if cu is None and padded is not None:
             raise ValueError(f"attention: cu_seqlens_{side}_padded needs cu_seqlens_{side}, which gives the lengths")
         if cu is not None and cu.shape[0] == 0:
-            raise ValueError(f"attention: cu_seqlens_{side} is empty, expected (batch + 1,) offsets, of which one is 0")
+            raise ValueError(f"attention: cu_seqlens_{side} is empty, expected (batch + 1,) offsets from 0 on")
         batches[side] = tensor.shape[0] if cu is None else cu.shape[0] - 1
         for name, table, size in (("seqused", used, batches[side]), ("padded", padded, batches[side] + 1)):
             if table is not None and table.shape[0] != size:
@@ -148,16 +148,17 @@ def lengths_hold(q, k, tables, max_seqlens: tuple = (None, None)) -> None:
     for side, tensor, most in (("q", q, max_seqlens[0]), ("k", k, max_seqlens[1])):
         cu, padded, used = (named[f"{name}_{side}{end}"] for name, end in _PARTS)
         room = None if cu is not None else torch.tensor(tensor.shape[1])
-        for name, starts in ((f"cu_seqlens_{side}", cu), (f"cu_seqlens_{side}_padded", padded)):
-            if starts is None:
+        for name, starts_of in ((f"cu_seqlens_{side}", cu), (f"cu_seqlens_{side}_padded", padded)):
+            if starts_of is None:
                 continue
-            starts = starts.cpu().long()
+            starts = starts_of.cpu().long()
             lengths = starts.diff()
             if starts[0] != 0 or (lengths < 0).any():
                 raise ValueError(
-                    f"attention: {name} is {_listed(starts)}, expected 0 first and no entry below the last"
+                    f"attention: {name} is {_listed(starts)}, expected 0 first and no entry below the one before"
                 )
-            if (padded is None) == name.endswith(side) and starts[-1] > tensor.shape[-3]:
+            # Where there are both, the padded ones are where rows are in memory.
+            if (padded is None or starts_of is padded) and starts[-1] > tensor.shape[-3]:
                 raise ValueError(
                     f"attention: {name} ends at {int(starts[-1])} but there are {tensor.shape[-3]} rows in all"
                 )

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from . import checks, hopper, layout, settings, specs
+from . import checks, layout, settings, specs
 from ._version import __version__
 from .jit.targets import SUPPORTED, target_of
 from .variants import BwdVariant, FwdVariant
@@ -90,8 +90,8 @@ class _Compiled:
         self.index = index
         self.waits = settings.get().debug
 
-    def __call__(self, grid: int, tensors: tuple, pointers: list, strides: tuple, scalars: tuple) -> None:
-        self.start(grid, (*pointers, *strides, *scalars))
+    def __call__(self, grid: int, tensors: tuple, strides: tuple, scalars: tuple) -> None:
+        self.start(grid, (*layout.addresses(tensors), *strides, *scalars))
 
     def start(self, grid: int, arguments: tuple) -> None:
         self.launch(grid, torch._C._cuda_getCurrentRawStream(self.index), arguments)
@@ -112,7 +112,7 @@ class _Interpreted:
         self.constants = dict(spec.constants)
         self.block_m, self.block_n = self.constants["BLOCK_M"], self.constants.get("BLOCK_N", 0)
 
-    def __call__(self, grid: int, tensors: tuple, pointers: list, strides: tuple, scalars: tuple) -> None:
+    def __call__(self, grid: int, tensors: tuple, strides: tuple, scalars: tuple) -> None:
         null = torch.empty(0)
         given = [null if tensor is layout.NULL else tensor for tensor in tensors]
         grouped = [strides[i : i + 3] for i in range(0, len(strides), 3)]
@@ -210,7 +210,7 @@ def again(q, k, v, want_lse, *scalars):
 def _remember(call: tuple, kernel, grid: int, out, lse, arguments, is_aligned: bool, strides: tuple) -> None:
     """Let `again` repeat a launch, unless it was of a kernel that other addresses would not get."""
     q, k, v, want_lse, *scalars = call
-    if is_aligned == layout.addresses_of(q.element_size(), strides, ())[1]:
+    if is_aligned == layout.is_aligned(q.element_size(), strides):
         if len(_calls) >= _MOST_CALLS:
             _calls.clear()
         about = (kernel.launch, kernel.waits, q.get_device(), grid, 15 if is_aligned else 0)
@@ -238,10 +238,10 @@ def forward(q, k, v, want_lse, *call):
         return out, lse
     if 0 in k.shape[:-2]:
         return out.zero_(), lse if lse is None else lse.fill_(float("-inf"))
-    in_q, in_k, found, addresses = layout.located(q, k, tables)
+    in_q, in_k, located = layout.located(q, k, tables)
     strides = q_strides + k_strides + v_strides + layout.whole(shape)
     tensors = (q, k, v, out, lse if want_lse else layout.NULL)
-    pointers, is_aligned = layout.addresses_of(q.element_size(), strides, tensors)
+    is_aligned = layout.is_aligned(q.element_size(), strides, tensors)
     mask, left, right = layout.mask_of(causal, window_left, window_right)
     facts = ("fwd", q.dtype, head_dim, head_dim_v, mask, is_aligned, bool(tables))
     (kernel,) = _kernels(facts, q.device).values()
@@ -250,15 +250,18 @@ def forward(q, k, v, want_lse, *call):
     scalars = (*sizes, scale, left, right, int(top_left), int(want_lse))
     grid = in_q.tiles(kernel.block_m) * heads_q
     if isinstance(kernel, _Interpreted):
-        kernel(grid, tensors + found, pointers + addresses, strides, scalars)
+        kernel(grid, tensors + located, strides, scalars)
         return out, lse
     if kernel.spec.kernel == "hopper_attn_fwd":
+        # It brings the driver, which importing the package does not.
+        from . import hopper
+
         diagonal = right + (0 if top_left else in_k.seqlen - in_q.seqlen)
         about = (checks.DTYPE_NAMES[q.dtype], diagonal, scale, want_lse)
         grid, arguments = hopper.prepare(kernel.constants, kernel.index, tensors[:4], *about)
     else:
-        arguments = layout.follows((*addresses, *strides, *scalars))
-    kernel.start(grid, arguments(*pointers))
+        arguments = layout.follows((*layout.addresses(located), *strides, *scalars))
+    kernel.start(grid, arguments(*layout.addresses(tensors)))
     if not tables and q is given[0] and k is given[1] and v is given[2]:
         _remember(given, kernel, grid, out, lse, arguments, is_aligned, strides)
     return out, lse
@@ -285,9 +288,7 @@ def backward(
     inputs = q_strides + k_strides + v_strides + dout_strides
     dq_strides, dkdv_strides = layout.whole(q.shape), layout.whole(k.shape) + layout.whole(v.shape)
     strides = inputs + out_strides + dq_strides + dkdv_strides
-    pointers, is_aligned = layout.addresses_of(
-        q.element_size(), strides, (q, k, v, dout, lse, delta, dq, dk, dv, out, dlse)
-    )  # fmt: skip
+    is_aligned = layout.is_aligned(q.element_size(), strides, (q, k, v, dout, out, lse, delta, dlse, dq, dk, dv))
     mask, left, right = layout.mask_of(causal, window_left, window_right)
     kernels = _kernels(("bwd", q.dtype, head_dim, head_dim_v, mask, is_aligned), q.device)
 
@@ -297,11 +298,10 @@ def backward(
     kernel(
         -(-seqlen // kernel.block_m) * (total // seqlen),
         (out, dout, dlse, delta),
-        [pointers[i] for i in (9, 3, 10, 5)],
         out_strides + dout_strides,
         (heads_q, seqlen, int(dlse is not layout.NULL)),
     )
-    in_q, in_k, tables, addresses = layout.located(q, k, tables)
+    in_q, in_k, located = layout.located(q, k, tables)
     scale = head_dim**-0.5 if softmax_scale is None else softmax_scale
     sizes = (in_q.batch, heads_q, heads_k, in_q.seqlen, in_k.seqlen, in_q.kind, in_k.kind)
     scalars = (*sizes, scale, left, right, int(top_left))
@@ -309,12 +309,11 @@ def backward(
     if want_dkdv:
         kernel = kernels["bwd_dkdv"]
         grid = in_k.tiles(kernel.block_n) * heads_k
-        given = [*pointers[:6], *pointers[7:9], *addresses]
-        kernel(grid, (*tensors, dk, dv, *tables), given, inputs + dkdv_strides, scalars)
+        kernel(grid, (*tensors, dk, dv, *located), inputs + dkdv_strides, scalars)
     if want_dq:
         kernel = kernels["bwd_dq"]
         grid = in_q.tiles(kernel.block_m) * heads_q
-        kernel(grid, (*tensors, dq, *tables), [*pointers[:7], *addresses], inputs + dq_strides, scalars)
+        kernel(grid, (*tensors, dq, *located), inputs + dq_strides, scalars)
     return dq, dk, dv
 
 
@@ -329,7 +328,7 @@ def explain(q, k, v, causal: bool = False, target: str | None = None, window_siz
     name = target or target_name(q.device.index)
     (q, q_strides), (k, k_strides), (v, v_strides) = layout.rows(q), layout.rows(k), layout.rows(v)
     strides = q_strides + k_strides + v_strides + layout.whole((*q.shape[:-1], v.shape[-1]))
-    _, is_aligned = layout.addresses_of(q.element_size(), strides, (q, k, v))
+    is_aligned = layout.is_aligned(q.element_size(), strides, (q, k, v))
     mask, _, _ = layout.mask_of(bool(causal), left, right)
     lines = []
     for family in ("fwd", "bwd"):

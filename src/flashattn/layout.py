@@ -36,15 +36,18 @@ def whole(shape) -> tuple:
     return seqlen * heads * dim, heads * dim, dim
 
 
-def addresses_of(itemsize: int, strides: tuple, tensors: tuple) -> tuple[list, bool]:
-    """(addresses, whether they and all strides are multiples of 16 bytes)."""
-    found = [tensor.data_ptr() for tensor in tensors]
-    return found, not (reduce(or_, strides) * itemsize | reduce(or_, found, 0)) & 15
+def addresses(tensors: tuple) -> list[int]:
+    return [tensor.data_ptr() for tensor in tensors]
+
+
+def is_aligned(itemsize: int, strides: tuple, tensors: tuple = ()) -> bool:
+    """Whether all strides and addresses are multiples of 16 bytes."""
+    return not (reduce(or_, strides) * itemsize | reduce(or_, addresses(tensors), 0)) & 15
 
 
 def follows(values: tuple):
-    """addresses -> arguments: the addresses and then these."""
-    return lambda *addresses: (*addresses, *values)
+    """Addresses -> arguments: the addresses and then these."""
+    return lambda *given: (*given, *values)
 
 
 OPEN = 2**30 - 1
@@ -94,14 +97,10 @@ def _sequences(tensor, cu_seqlens, seqused, padded) -> _Sequences:
 
 
 def located(q, k, tables: tuple) -> tuple:
-    """(sequences of q, sequences of k, the kernels' arguments: tables, their addresses, kinds)."""
+    """(sequences of q, sequences of k, their tables as kernels take them)."""
     if not tables:
         in_q, in_k = _Sequences(q.shape[0], q.shape[1]), _Sequences(k.shape[0], k.shape[1])
-        return in_q, in_k, NO_TABLES, NO_ADDRESSES
+        return in_q, in_k, (NULL,) * 4
     cu_q, cu_k, used_q, used_k, padded_q, padded_k = tables
     in_q, in_k = _sequences(q, cu_q, used_q, padded_q), _sequences(k, cu_k, used_k, padded_k)
-    found = (in_q.starts, in_q.lengths, in_k.starts, in_k.lengths)
-    return in_q, in_k, found, [table.data_ptr() for table in found]
-
-
-NO_TABLES, NO_ADDRESSES = (NULL,) * 4, [0] * 4
+    return in_q, in_k, (in_q.starts, in_q.lengths, in_k.starts, in_k.lengths)

@@ -25,7 +25,7 @@ _library.define(f"attention({_CALL}) -> (Tensor out, Tensor lse)")
 
 
 def _checked(q, k, v, *rest) -> tuple:
-    """The call, checked: (scale, causal, window_left, window_right, top_left, tables), or as much as was given.
+    """The call, checked but for data: (scale, causal, window_left, window_right, top_left, tables), or what was given.
 
     Without a table there are none: every dense call then takes the quick way.
     """
@@ -36,33 +36,35 @@ def _checked(q, k, v, *rest) -> tuple:
             tables = ()
         rest = (*rest[:5], *tables)
     checks.inputs(q, k, v, *rest)
-    if tables and not _traced(q) and (not q.is_cuda or launch.debugging()):
-        checks.lengths_hold(q, k, tables)
     return rest
 
 
-def _traced(tensor) -> bool:
-    return tensor.is_meta or isinstance(tensor, torch._subclasses.FakeTensor)
+def _read(q, k, v, *rest) -> tuple:
+    """`_checked`, and the tables' contents too where reading them does not wait, or is asked for."""
+    call = _checked(q, k, v, *rest)
+    if call[5:] and (not q.is_cuda or launch.debugging()):
+        checks.lengths_hold(q, k, call[5:])
+    return call
 
 
 def _forward(q, k, v, *rest):
-    return launch.again(q, k, v, True, *rest) or launch.forward(q, k, v, True, *_checked(q, k, v, *rest))
+    return launch.again(q, k, v, True, *rest) or launch.forward(q, k, v, True, *_read(q, k, v, *rest))
 
 
 def _inference(q, k, v, *rest):
-    return (launch.again(q, k, v, False, *rest) or launch.forward(q, k, v, False, *_checked(q, k, v, *rest)))[0]
+    return (launch.again(q, k, v, False, *rest) or launch.forward(q, k, v, False, *_read(q, k, v, *rest)))[0]
 
 
 def _forward_cpu(q, k, v, *rest):
     if _interprets(q):
         return _forward(q, k, v, *rest)
-    return reference.attention(q, k, v, *_checked(q, k, v, *rest))
+    return reference.attention(q, k, v, *_read(q, k, v, *rest))
 
 
 def _inference_cpu(q, k, v, *rest):
     if _interprets(q):
         return _inference(q, k, v, *rest)
-    return reference.attention(q, k, v, *_checked(q, k, v, *rest))[0]
+    return reference.attention(q, k, v, *_read(q, k, v, *rest))[0]
 
 
 def _interprets(q) -> bool:
@@ -82,7 +84,7 @@ def _inference_meta(q, k, v, *rest):
 def _backward(
     dout, q, k, v, out, lse, dlse=None, softmax_scale=None, causal=False, want_dq=True, want_dkdv=True, *rest
 ):  # fmt: skip
-    call = _checked(q, k, v, softmax_scale, causal, *rest)
+    call = _read(q, k, v, softmax_scale, causal, *rest)
     checks.gradient_inputs(dout, q, v, out, lse, dlse)
     return launch.backward(dout, q, k, v, out, lse, dlse, want_dq, want_dkdv, *call)
 
@@ -92,7 +94,7 @@ def _backward_cpu(
 ):  # fmt: skip
     if _interprets(q):
         return _backward(dout, q, k, v, out, lse, dlse, softmax_scale, causal, want_dq, want_dkdv, *rest)
-    call = _checked(q, k, v, softmax_scale, causal, *rest)
+    call = _read(q, k, v, softmax_scale, causal, *rest)
     checks.gradient_inputs(dout, q, v, out, lse, dlse)
     dq, dk, dv = reference.attention_backward(dout, q, k, v, out, lse, dlse, *call)
     return dq if want_dq else q.new_empty(0), *((dk, dv) if want_dkdv else (q.new_empty(0), q.new_empty(0)))
@@ -137,7 +139,7 @@ class _Attention(torch.autograd.Function):
         return None, dq if want_q else None, dk if want_k else None, dv if want_v else None, *rest
 
 
-# What `_Attention.apply` comes to outside of torch.func transforms, which the callers have refused.
+# What `_Attention.apply` comes to outside of torch.func transforms, which the public functions refuse.
 _apply = super(torch.autograd.Function, _Attention).apply
 
 
@@ -164,7 +166,8 @@ def _plain(q, k, v) -> bool:
 
 
 def _attention_autograd(q, k, v, softmax_scale=None, causal=False, *rest):
-    return _apply(q.is_cuda and _plain(q, k, v), q, k, v, softmax_scale, causal, *rest)
+    # Not `_apply`: inside of a torch.func transform this says so.
+    return _Attention.apply(q.is_cuda and _plain(q, k, v), q, k, v, softmax_scale, causal, *rest)
 
 
 def _attention(q, k, v, *rest):
@@ -206,6 +209,6 @@ def inference(q, k, v, *call):
 
 def check_max_seqlens(q, k, tables: tuple, max_seqlen_q, max_seqlen_k) -> None:
     """Raise where FLASHATTN_DEBUG asks for it and a sequence is longer than the caller says."""
-    if launch.debugging() and not _traced(q):
+    if launch.debugging() and _plain(q, k, k):
         checks.inputs(q, k, k, None, False, -1, -1, False, *tables)
         checks.lengths_hold(q, k, tables, (max_seqlen_q, max_seqlen_k))

@@ -89,7 +89,7 @@ def hopper_spec(variant: FwdVariant, target: str) -> KernelSpec:
     }
     tiles = hopper_boxes.tiles_of(variant.head_dim, variant.head_dim_v, tile.block_n, tile.o_width)
     signature = [
-        (f"{name}_descs", tuple(hopper_boxes.descriptor_type(variant.dtype, *tile) for tile in kinds))
+        (f"{name}_descs", tuple(hopper_boxes.descriptor_type(variant.dtype, *kind) for kind in kinds))
         for name, kinds in tiles.items()
     ]
     signature += [("lse_ptr", "*fp32"), ("counter_ptr", "*i32")]

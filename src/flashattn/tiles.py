@@ -75,7 +75,14 @@ _FP32 = {
     "bwd_dkdv": {64: Tile(32, 32, 4, 1), 128: Tile(16, 16, 4, 1), 256: Tile(16, 16, 4, 1)},
     "bwd_dq": {64: Tile(32, 32, 4, 1), 128: Tile(16, 16, 4, 1), 256: Tile(16, 16, 4, 1)},
 }
-_BY_TARGET = {"sm_80": _LARGE, "sm_87": _LARGE, "sm_90": _HOPPER, "sm_100": _LARGE, "sm_103": _LARGE, "sm_110": _LARGE}
+# Not measured. With the others' tile of the forward at 64, ptxas 12.9 gives two uniform registers now one, now another
+# order, and the wheel must be the same bytes every time.
+_BLACKWELL = {**_LARGE, "attn_fwd": {**_LARGE["attn_fwd"], 64: Tile(128, 64, 8, 3, 128)}}
+_BY_TARGET = {
+    **dict.fromkeys(("sm_80", "sm_87"), _LARGE),
+    "sm_90": _HOPPER,
+    **dict.fromkeys(("sm_100", "sm_103", "sm_110"), _BLACKWELL),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +100,23 @@ class HopperTile:
     ping_pong: bool
     defer_v: bool
     q_regs: int
+
+    def __post_init__(self):
+        accepted = {
+            "block_m": (128, 192),
+            "block_n": (16, 32, 64, 128, 256),
+            "stages": (1, 2, 4, 8),
+            # O leaves through the other tile of Q, or by a memory of its own.
+            "q_stages": (1, 2) if self.o_width else (2,),
+            "o_width": (0, 16, 32, 64, 128, 256),
+            "ping_pong": (False, True),
+            "defer_v": (False, True),
+            "q_regs": (0, 16, 32, 64, 128, 256),
+        }
+        for name, values in accepted.items():
+            value = getattr(self, name)
+            if type(value) is not type(values[0]) or value not in values:
+                raise ValueError(f"{name} must be {' or '.join(map(str, values))}, got {value!r}")
 
 
 # (head_dim, head_dim_v): (full, causal), measured on an H200 (docs/performance.md).

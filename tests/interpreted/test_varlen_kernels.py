@@ -225,7 +225,7 @@ def test_tables_may_be_int64_a_slice_or_strided():
 def test_a_te_layout_reaches_the_kernels_without_a_copy(layout, monkeypatch):
     built, given = build(layout), {}
 
-    def note(kernel, grid, tensors, pointers, strides, scalars):
+    def note(kernel, grid, tensors, strides, scalars):
         given[kernel.kernel.fn.__name__] = tensors[:3], strides
 
     monkeypatch.setattr(launch._Interpreted, "__call__", note)

@@ -48,11 +48,9 @@ def bwd_preprocess(
     out_base = out_ptr + off_b.to(tl.int64) * out_strides[0] + off_h.to(tl.int64) * out_strides[2]
     dout_base = dout_ptr + off_b.to(tl.int64) * dout_strides[0] + off_h.to(tl.int64) * dout_strides[2]
     rows = offs_m.to(tl.int64)[:, None]
-    out = load_rows(
-        out_base + rows * out_strides[1] + offs_d[None, :], offs_m, seqlen_q, offs_d, HEAD_DIM_V, BLOCK_DV, True
-    )
+    out = load_rows(out_base + rows * out_strides[1] + offs_d[None, :], offs_m, seqlen_q, offs_d, HEAD_DIM_V, BLOCK_DV)
     dout = load_rows(
-        dout_base + rows * dout_strides[1] + offs_d[None, :], offs_m, seqlen_q, offs_d, HEAD_DIM_V, BLOCK_DV, True
+        dout_base + rows * dout_strides[1] + offs_d[None, :], offs_m, seqlen_q, offs_d, HEAD_DIM_V, BLOCK_DV
     )
     delta = tl.sum(out.to(tl.float32) * dout.to(tl.float32), 1)  # [M]
     row = (off_b * heads_q + off_h).to(tl.int64) * seqlen_q + offs_m
@@ -93,14 +91,14 @@ def add_dkdv(
     for start_m in tl.range(begin, stop, BLOCK_M):
         offs_m = start_m + tl.arange(0, BLOCK_M)
         # A query past the end has q = do = 0 and lse = +inf: its weights are 0 without a mask.
-        q = load_rows(q_base + q_offs, offs_m, seqlen_q, offs_d, HEAD_DIM, BLOCK_D, True)  # [M, D]
+        q = load_rows(q_base + q_offs, offs_m, seqlen_q, offs_d, HEAD_DIM, BLOCK_D)  # [M, D]
         lse = load_lse(lse_base + offs_m, offs_m, seqlen_q)
         s = tl.dot(k, tl.trans(q), allow_tf32=ALLOW_TF32) * scale_log2  # [N, M]
         p = weights(s, lse[None, :])
         if MASK >= CAUSAL:  # noqa: SIM102 (one is compiled away, the other is not)
             if (start_m < whole) | (start_m >= end):
                 p = tl.where(visible(offs_m[None, :], offs_n[:, None], seqlen_k, left, right, MASK), p, 0.0)
-        do = load_rows(do_base + do_offs, offs_m, seqlen_q, offs_dv, HEAD_DIM_V, BLOCK_DV, True)  # [M, DV]
+        do = load_rows(do_base + do_offs, offs_m, seqlen_q, offs_dv, HEAD_DIM_V, BLOCK_DV)  # [M, DV]
         dv = tl.dot(p.to(do.dtype), do, dv, allow_tf32=ALLOW_TF32)
         delta = tl.load(delta_base + offs_m, mask=offs_m < seqlen_q, other=0.0)
         dp = tl.dot(v, tl.trans(do), allow_tf32=ALLOW_TF32)  # [N, M]
@@ -140,8 +138,8 @@ def bwd_dkdv(
     rows = offs_n.to(tl.int64)[:, None]
     k_base = row_base(k_ptr, k_strides, off_bk, start_k, off_hk)
     v_base = row_base(v_ptr, v_strides, off_bk, start_k, off_hk)
-    k = load_rows(k_base + rows * k_strides[1] + offs_d[None, :], offs_n, used_k, offs_d, HEAD_DIM, BLOCK_D, True)
-    v = load_rows(v_base + rows * v_strides[1] + offs_dv[None, :], offs_n, used_k, offs_dv, HEAD_DIM_V, BLOCK_DV, True)
+    k = load_rows(k_base + rows * k_strides[1] + offs_d[None, :], offs_n, used_k, offs_d, HEAD_DIM, BLOCK_D)
+    v = load_rows(v_base + rows * v_strides[1] + offs_dv[None, :], offs_n, used_k, offs_dv, HEAD_DIM_V, BLOCK_DV)
 
     begin, whole, end, stop = queries_of(start_n, used_q, left, right, MASK, BLOCK_M, BLOCK_N)
     scale_log2 = softmax_scale * LOG2_E
@@ -183,8 +181,8 @@ def add_dq(
     v_base += begin * v_stride
     for start_n in tl.range(begin, stop, BLOCK_N):
         offs_n = start_n + tl.arange(0, BLOCK_N)
-        k = load_rows(k_base + k_offs, offs_n, seqlen_k, offs_d, HEAD_DIM, BLOCK_D, True)  # [N, D]
-        v = load_rows(v_base + v_offs, offs_n, seqlen_k, offs_dv, HEAD_DIM_V, BLOCK_DV, True)  # [N, DV]
+        k = load_rows(k_base + k_offs, offs_n, seqlen_k, offs_d, HEAD_DIM, BLOCK_D)  # [N, D]
+        v = load_rows(v_base + v_offs, offs_n, seqlen_k, offs_dv, HEAD_DIM_V, BLOCK_DV)  # [N, DV]
         s = tl.dot(q, tl.trans(k), allow_tf32=ALLOW_TF32) * scale_log2  # [M, N]
         p = weights(s, lse[:, None])
         if (start_n < whole) | (start_n >= end):
@@ -229,9 +227,9 @@ def bwd_dq(
     do_base = row_base(dout_ptr, dout_strides, off_bq, start_q, off_h)
     k_base = row_base(k_ptr, k_strides, off_bk, start_k, off_hk)
     v_base = row_base(v_ptr, v_strides, off_bk, start_k, off_hk)
-    q = load_rows(q_base + rows * q_strides[1] + offs_d[None, :], offs_m, used_q, offs_d, HEAD_DIM, BLOCK_D, True)
+    q = load_rows(q_base + rows * q_strides[1] + offs_d[None, :], offs_m, used_q, offs_d, HEAD_DIM, BLOCK_D)
     do_ptrs = do_base + rows * dout_strides[1] + offs_dv[None, :]
-    do = load_rows(do_ptrs, offs_m, used_q, offs_dv, HEAD_DIM_V, BLOCK_DV, True)
+    do = load_rows(do_ptrs, offs_m, used_q, offs_dv, HEAD_DIM_V, BLOCK_DV)
     row = (off_bq * heads_q + off_h).to(tl.int64) * seqlen_q + start_q + offs_m
     lse = load_lse(lse_ptr + row, offs_m, used_q)
     delta = tl.load(delta_ptr + row, mask=offs_m < used_q, other=0.0)

@@ -89,18 +89,12 @@ def row_base(ptr, strides, element, start, head):
 
 
 @triton.jit
-def load_rows(ptrs, offs_m, seqlen, offs_d, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, CHECK_ROWS: tl.constexpr):
-    """A tile [M, D] of rows; zeros past `seqlen` (if CHECK_ROWS) and past HEAD_DIM."""
-    if CHECK_ROWS:
-        if HEAD_DIM == BLOCK_D:
-            return tl.load(ptrs, mask=(offs_m < seqlen)[:, None], other=0.0)
-        else:
-            return tl.load(ptrs, mask=(offs_m < seqlen)[:, None] & (offs_d < HEAD_DIM)[None, :], other=0.0)
+def load_rows(ptrs, offs_m, seqlen, offs_d, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr):
+    """A tile [M, D] of rows; zeros past `seqlen` and past HEAD_DIM."""
+    if HEAD_DIM == BLOCK_D:
+        return tl.load(ptrs, mask=(offs_m < seqlen)[:, None], other=0.0)
     else:
-        if HEAD_DIM == BLOCK_D:
-            return tl.load(ptrs)
-        else:
-            return tl.load(ptrs, mask=(offs_d < HEAD_DIM)[None, :], other=0.0)
+        return tl.load(ptrs, mask=(offs_m < seqlen)[:, None] & (offs_d < HEAD_DIM)[None, :], other=0.0)
 
 
 @triton.jit
@@ -115,8 +109,7 @@ def store_rows(ptrs, tile, offs_m, seqlen, offs_d, HEAD_DIM: tl.constexpr, BLOCK
 @triton.jit
 def window(used_q, used_k, window_left, window_right, top_left):
     """(left, right): query i sees keys from i + left to i + right. Aligned at the last query and key, or the first."""
-    shift = used_k - used_q
-    shift = tl.where(top_left != 0, 0, shift)
+    shift = tl.where(top_left != 0, 0, used_k - used_q)
     return shift - window_left, shift + window_right
 
 

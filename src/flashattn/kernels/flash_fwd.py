@@ -39,12 +39,12 @@ def attend(
     v_base += begin * v_stride
     for start_n in tl.range(begin, stop, BLOCK_N):
         offs_n = start_n + tl.arange(0, BLOCK_N)
-        k = load_rows(k_base + k_offs, offs_n, seqlen_k, offs_d, HEAD_DIM, BLOCK_D, True)  # [N, D]
+        k = load_rows(k_base + k_offs, offs_n, seqlen_k, offs_d, HEAD_DIM, BLOCK_D)  # [N, D]
         s = tl.dot(q, tl.trans(k), allow_tf32=ALLOW_TF32) * scale_log2  # [M, N]
         if (start_n < whole) | (start_n >= end):
             s = tl.where(visible(offs_m[:, None], offs_n[None, :], seqlen_k, left, right, MASK), s, NEG_INF)
         p, alpha, m, l = online_softmax(s, m, l)
-        v = load_rows(v_base + v_offs, offs_n, seqlen_k, offs_dv, HEAD_DIM_V, BLOCK_DV, True)  # [N, DV]
+        v = load_rows(v_base + v_offs, offs_n, seqlen_k, offs_dv, HEAD_DIM_V, BLOCK_DV)  # [N, DV]
         acc = tl.dot(p.to(v.dtype), v, acc * alpha[:, None], allow_tf32=ALLOW_TF32)  # [M, DV]
         k_base += k_stride * BLOCK_N
         v_base += v_stride * BLOCK_N
@@ -82,7 +82,7 @@ def attn_fwd(
     k_base = row_base(k_ptr, k_strides, off_bk, start_k, off_hk)
     v_base = row_base(v_ptr, v_strides, off_bk, start_k, off_hk)
     q_ptrs = q_base + offs_m.to(tl.int64)[:, None] * q_strides[1] + offs_d[None, :]
-    q = load_rows(q_ptrs, offs_m, used_q, offs_d, HEAD_DIM, BLOCK_D, True)  # [M, D]
+    q = load_rows(q_ptrs, offs_m, used_q, offs_d, HEAD_DIM, BLOCK_D)  # [M, D]
 
     m = tl.full([BLOCK_M], NEG_INF, tl.float32)
     l = tl.zeros([BLOCK_M], tl.float32)
